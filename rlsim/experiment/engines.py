@@ -105,15 +105,10 @@ def scorer_of(
 ) -> RewardModelEngine:
     """The engine of a call that takes responses by the chunk, on GPUs of its own or beside generation."""
     model, kind = loaded.models[call.model], loaded.kind(placement.gpus)
-    cost = step_cost(model, tp_of(placement), kind.cluster, kind.calibration)
+    cost = step_cost(model, placement.tp, kind.cluster, kind.calibration)
     slowdown = streaming.slowdown if placement.shared else None
     made = scoring_engine(loaded, kind, model, cost, loaded.longest_sequence, f"call {call.name}", slowdown)
     return made._replace(handover_s=streaming.handover_s)
-
-
-def tp_of(placement: Placement) -> int:
-    """TP of the engine of a scoring model there."""
-    return placement.strategy.tp if placement.strategy else 1
 
 
 def scoring_engine(

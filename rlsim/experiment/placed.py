@@ -19,7 +19,7 @@ from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.weight_sync import REMAPPED_BYTES_PER_S, SyncMethod, WeightSync
 from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
-from rlsim.experiment.engines import JUDGE, Judge, beside_generation, bytes_beside, rollout_costs, streamed_calls, tp_of
+from rlsim.experiment.engines import JUDGE, Judge, beside_generation, bytes_beside, rollout_costs, streamed_calls
 from rlsim.experiment.schema import TrainingSpec
 from rlsim.models.hardware import Cluster
 from rlsim.policies.parts import ChunkStreaming, JudgePlacement, Placing, PlanContext, PlanSearch
@@ -116,7 +116,7 @@ class PlacedExperiment:
         for call, at in ((call, plan.of(call.name)) for call in self._streamed):
             if at.shared:
                 gpu, model = loaded.cluster.gpu_at(at.gpus[0]), loaded.models[call.model]
-                size = bytes_beside(loaded, gpu, model, tp_of(at))
+                size = bytes_beside(loaded, gpu, model, at.tp)
                 others.append(Row(call.name, "engine beside the calls", size, frozenset(at.gpus)))
         return self.memory.ledger(plan, others, worst=worst)
 

@@ -124,7 +124,6 @@ def shape_values(model: Model) -> dict[str, Any]:
         "heads": model.num_attention_heads if plain else None,
         "kv_heads": model.num_key_value_heads if plain else None,
         "layers": model.num_hidden_layers,
-        "experts": model.num_experts,
         "positions": model.max_position_embeddings,
     }
 

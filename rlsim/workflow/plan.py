@@ -34,6 +34,11 @@ class Placement:
         return self.strategy
 
     @property
+    def tp(self) -> int:
+        """GPUs of a tensor-parallel group; 1 where the rollout control says it."""
+        return self.strategy.tp if self.strategy else 1
+
+    @property
     def micro_batches(self) -> int:
         """Of a `generate` call: parts of each replica's share that it generates one after the other."""
         return (self.strategy and self.strategy.micro_batches) or 1
@@ -152,7 +157,7 @@ def check_mesh(call: Call, placement: Placement, cluster: AnyCluster) -> None:
     several kinds of GPU."""
     if placement.gpus and call.kind != "sync":
         cluster.around(placement.gpus, f"call {call.name}")
-    tp = 1 if placement.strategy is None else placement.strategy.tp
+    tp = placement.tp
     for group in placement.replicas(tp):
         for what, number_of, gpus in (
             ("node", cluster.node_of, cluster.gpus_per_node),
