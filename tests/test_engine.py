@@ -322,24 +322,6 @@ def by_hand(sizes: Sequence[tuple[int, int]], control: Scripted, gpus: Sequence[
     )
 
 
-def test_iterations_with_few_free_pages_cost_something_else() -> None:
-    """A request of 4 + 5 tokens in 10 pages of one: its iterations begin with 4 to 8 of them in use."""
-    step = LinearStep(a=1.0, conditional=True, most_kv=0.6, short=2.0)
-    work = by_hand([(4, 5)], Nothing(), steps={1: step}, pages={1: 10})
-    assert [simulate(replace(work, control=one))[0].env.now for one in (Nothing(), Told())] == [7.0, 7.0]
-    check(work)
-
-
-@pytest.mark.parametrize(("predicted", "end_s"), [(0.0, 7.0), (2.5, 7.0), (4.0, 8.0), (9.0, 8.0)])
-def test_iterations_cost_something_else_as_responses_are_expected_to_be_long(predicted: float, end_s: float) -> None:
-    """Half a second for the prompt, where there is no response, then one, with 3 tokens there or to be expected 1.5."""
-    step = LinearStep(a=1.0, conditional=True, lengths=(3,))
-    work = by_hand([(4, 6)], Nothing(), steps={1: step})
-    work = replace(work, requests=tuple(replace(r, predicted_tokens=predicted) for r in work.requests))
-    assert [simulate(replace(work, control=one))[0].env.now for one in (Nothing(), Told())] == [end_s, end_s]
-    check(work)
-
-
 @dataclass(frozen=True)
 class Looks(Scripted):
     """Notes down when it is asked, by which method, and how many tokens the first response has by then."""

@@ -1,5 +1,6 @@
 """Timelines worked out by hand that pin the token-by-token reference, and the engine with it."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +31,7 @@ PLAIN = RefEngine(
 )
 #: Moments at which the first of two, or of three, requests is finished, and the next boundary of the other replica.
 NAMES = {**vars(control), "replace": replace, "COSTS": COSTS, "ONE_GPU": ONE_GPU}
+NAMES |= {"SECOND": LinearStep(a=1.0, conditional=True)}
 NAMES |= {"T0": 2.75 + 5 / 64, "T1": 3.25 + 9 / 64, "M0": 3.5 + 10 / 64, "M1": 4.5 + 19 / 64}
 
 
@@ -42,11 +44,10 @@ def by_hand(row: dict[str, Any]) -> Workload:
     costs = eval(row["costs"], NAMES) if "costs" in row else capacity(row.get("pages", 1000))
     costs = replace(costs, hosts={1: HostKv(*row["host"])} if "host" in row else {})
     budget = row.get("budget", 0)
+    of_all = {"budget_tokens": budget, "predicted_tokens": row.get("predicted", 0.0)}
+    placed = zip(row.get("positions", itertools.count()), row["sizes"], strict=False)
     return Workload(
-        requests=tuple(
-            RefRequest(i, row["positions"][i] if "positions" in row else i, *size, budget_tokens=budget)
-            for i, size in enumerate(row["sizes"])
-        ),
+        requests=tuple(RefRequest(i, at, *size, **of_all) for i, (at, size) in enumerate(placed)),
         node_gpus=tuple(row.get("nodes", (row.get("gpus", 1),))),
         tp=row.get("tp", 1),
         costs=costs,
