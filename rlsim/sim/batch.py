@@ -63,7 +63,6 @@ class RunningBatch:
         self._longest: list[tuple[int, int, Request]] = []  # heap of (-offset, …), kept only where skew costs time
         self._chunk_tokens = chunk_tokens
         self._chunks: list[tuple[int, int, Request]] = []  # heap of (step that completes its next chunk, …)
-        self._ages: dict[int, int] = {}  # how many requests have generated how many tokens more than `step`
         self._turns = [0] * page_tokens  # i: pages that a decode step at counter i (modulo the page size) begins
         self._round = 0  # their sum: pages begun in as many steps as a page has tokens
 
@@ -84,7 +83,7 @@ class RunningBatch:
     def join(self, requests: Sequence[Request]) -> None:
         """Take in requests whose context is in the KV cache."""
         step, page, turns, finishing = self.step, self._page_tokens, self._turns, self._finishing
-        longest, ages, windows = self._longest if self._skew else None, self._ages, self._windows
+        longest, windows = self._longest if self._skew else None, self._windows
         each, more, plain = self._kv.late_units, self._kv.page_units - self._kv.late_units, self.plain
         tokens = final = pages = 0
         begun = each * len(requests)
@@ -99,8 +98,6 @@ class RunningBatch:
             if windows is not None and windows.join(request, step):
                 turns[-offset % page] += more
                 begun += more
-            age = generated - step
-            ages[age] = ages.get(age, 0) + 1
             heappush(finishing, (step + request.limit_tokens - generated, order, request))
             if longest is not None:
                 heappush(longest, (-offset, order, request))
@@ -140,7 +137,7 @@ class RunningBatch:
 
     def leave(self, requests: Sequence[Request]) -> None:
         """Let go of requests, their tokens brought up to date."""
-        step, page, turns, ages, windows = self.step, self._page_tokens, self._turns, self._ages, self._windows
+        step, page, turns, windows = self.step, self._page_tokens, self._turns, self._windows
         each, more, plain = self._kv.late_units, self._kv.page_units - self._kv.late_units, self.plain
         cache = self.cache
         tokens = final = pages = 0
@@ -154,12 +151,7 @@ class RunningBatch:
             if windows is not None and windows.leave(request, step):
                 turns[-offset % page] -= more
                 begun += more
-            age = offset - request.prompt_tokens
-            request.generated = age + step
-            if ages[age] == 1:
-                del ages[age]
-            else:
-                ages[age] -= 1
+            request.generated = context - request.prompt_tokens
             request.order = 0
             tokens += context
             pages += -(-context // page) if plain else self.pages_of(context)
@@ -200,7 +192,7 @@ class RunningBatch:
         of a batch size.
         """
         left = [entry for entry in sorted(self._finishing) if entry[2].order == entry[1]]
-        furthest = list(accumulate((request.offset for *_, request in reversed(left)), max))  # of the last 1, 2, …
+        furthest = list(accumulate([entry[2].offset for entry in reversed(left)], max)) if self._skew else []
         step, size, tokens, skew, peak = self.step, self.size, self.tokens, self._skew, 0
         cache, page = self.cache, self._page_tokens
         shared = cache if cache and cache.shared_pages else None
@@ -221,7 +213,7 @@ class RunningBatch:
             size -= 1
         self.step = step
         self._empty()
-        return now, [request for *_, request in left], peak
+        return now, [entry[2] for entry in left], peak
 
     def lose_kv(self) -> list[Request]:
         """Let go of all requests and of what the KV cache holds: returns them in admission order, and with the numbers
@@ -240,7 +232,6 @@ class RunningBatch:
 
     def _reset(self) -> None:
         self.size = self.tokens = self.pages = self._final_tokens = self._round = 0
-        self._ages.clear()
         self._turns = [0] * self._page_tokens
         self.clear()
 
@@ -269,7 +260,7 @@ class RunningBatch:
 
     def generated(self, step: int) -> Counter[int]:
         """How many requests have generated how many tokens once the step counter is at `step`."""
-        return Counter({age + step: count for age, count in self._ages.items()})
+        return Counter([self.context_of(request, step) - request.prompt_tokens for request in self])
 
     def context_of(self, request: Request, step: int) -> int:
         """A request's context once the step counter is at `step`."""

@@ -7,7 +7,6 @@ response leaves are known at once, and one jump takes them: as many sums as the 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from itertools import count
 from math import sqrt
@@ -152,6 +151,3 @@ class DrawnBatch(RunningBatch):
 
     def tokens_at(self, step: int) -> int:
         return self.tokens + (int(self._gains[:, step - self.step - 1].sum()) if step > self.step else 0)
-
-    def generated(self, step: int) -> Counter[int]:
-        return Counter(self.context_of(request, step) - request.prompt_tokens for request in self)

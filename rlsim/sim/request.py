@@ -94,6 +94,7 @@ class Request:
     acceptance: Any = None  # `AcceptanceDraws` of its drafted tokens, where these are drawn
     tool_calls: tuple[ToolCall, ...] = ()  # of a trajectory; what they observe counts as generated once it is back
     called: int = 0  # of these, those that are over
+    observed_tokens: int = 0  # of its tokens so far, those that no model generated
     parent: Request | None = None  # of a sub-agent: the trajectory that waits for it
     restarts: int = 0  # times that it began again, as its sandbox was lost
     kv_id: int = field(init=False)  # names its KV cache behind the prompt's: of each attempt another
@@ -133,8 +134,10 @@ class Request:
     scored_at: float = NAN
 
     def __post_init__(self) -> None:
-        self.budget_tokens, self.kv_id = self.response_tokens, self.id
-        self._set_limit()
+        self.budget_tokens = self.limit_tokens = self.response_tokens
+        self.kv_id = self.id
+        if self.tool_calls:
+            self._set_limit()
 
     def _set_limit(self) -> None:
         self.limit_tokens = self.budget_tokens
@@ -148,7 +151,7 @@ class Request:
 
     def restart(self) -> None:
         """It begins again at its first turn; what it has generated is lost."""
-        self.generated = self.called = self.resumed_tokens = self.resumed_observed = 0
+        self.generated = self.called = self.observed_tokens = self.resumed_tokens = self.resumed_observed = 0
         self.restarts, self.kv_id, self.runs = self.restarts + 1, self.kv_id + (1 << 60), ()
         self._set_limit()
 
@@ -163,15 +166,12 @@ class Request:
 
         It counts to the weights that made the call.
         """
-        self.generated += self.tool_calls[self.called].observation_tokens
+        observed = self.tool_calls[self.called].observation_tokens
+        self.generated += observed
+        self.observed_tokens += observed
         self.called += 1
         self.end_run(self.runs[-1].version, self.generated)
         self._set_limit()
-
-    @property
-    def observed_tokens(self) -> int:
-        """Of its tokens so far, those that no model generated."""
-        return sum([call.observation_tokens for call in self.tool_calls[: self.called]])
 
     def end_run(self, version: int, generated: int) -> None:
         """With so many tokens, those that stand in no run yet are of weights of this version."""
@@ -208,6 +208,7 @@ class Request:
             self.acceptance,
             self.tool_calls,
             self.called,
+            self.observed_tokens,
             restarts=self.restarts,
             tps=self.tps,
             baseline=self.baseline,
