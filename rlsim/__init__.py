@@ -33,23 +33,23 @@ if TYPE_CHECKING:
     from rlsim.results.sweeps.run import sweep as sweep
     from rlsim.results.sweeps.store import SweepResult as SweepResult
     from rlsim.results.sweeps.store import read_sweep as read_sweep
+    from rlsim.sim.actions import Abort as Abort
+    from rlsim.sim.actions import Borrow as Borrow
+    from rlsim.sim.actions import Extend as Extend
+    from rlsim.sim.actions import Migrate as Migrate
+    from rlsim.sim.actions import Reconfigure as Reconfigure
+    from rlsim.sim.actions import Release as Release
+    from rlsim.sim.actions import Stop as Stop
     from rlsim.sim.batching import Batching as Batching
     from rlsim.sim.continuous import Continuous as Continuous
     from rlsim.sim.continuous import OpenView as OpenView
     from rlsim.sim.continuous import Ready as Ready
     from rlsim.sim.continuous import Update as Update
-    from rlsim.sim.control import Abort as Abort
-    from rlsim.sim.control import Borrow as Borrow
     from rlsim.sim.control import ControlContext as ControlContext
-    from rlsim.sim.control import Extend as Extend
     from rlsim.sim.control import Launch as Launch
-    from rlsim.sim.control import Migrate as Migrate
     from rlsim.sim.control import Prompt as Prompt
-    from rlsim.sim.control import Reconfigure as Reconfigure
-    from rlsim.sim.control import Release as Release
     from rlsim.sim.control import RolloutControl as RolloutControl
     from rlsim.sim.control import RolloutView as RolloutView
-    from rlsim.sim.control import Stop as Stop
     from rlsim.sim.reward import RewardControl as RewardControl
 
 #: The names that `rlsim` has, by the module that each lives in.
@@ -66,12 +66,10 @@ _NAMES = {
     "rlsim.results.report.write": ("write_report",),
     "rlsim.results.sweeps.store": ("SweepResult", "read_sweep"),
     "rlsim.results.sweeps.run": ("sweep",),
+    "rlsim.sim.actions": ("Abort", "Borrow", "Extend", "Migrate", "Reconfigure", "Release", "Stop"),
     "rlsim.sim.batching": ("Batching",),
     "rlsim.sim.continuous": ("Continuous", "OpenView", "Ready", "Update"),
-    "rlsim.sim.control": (
-        *("Abort", "Borrow", "ControlContext", "Extend", "Launch", "Migrate", "Prompt"),
-        *("Reconfigure", "Release", "RolloutControl", "RolloutView", "Stop"),
-    ),
+    "rlsim.sim.control": ("ControlContext", "Launch", "Prompt", "RolloutControl", "RolloutView"),
     "rlsim.sim.reward": ("RewardControl",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

@@ -38,20 +38,10 @@ from rlsim.cost.strategy import TrainStrategy
 from rlsim.cost.transfer import HostKv
 from rlsim.models.hardware import load_cluster
 from rlsim.policies.hybrid_rollout import HybridRollout
+from rlsim.sim.actions import Borrow, Migrate, Release
 from rlsim.sim.batching import Batching, Batchings, PromptFeed
 from rlsim.sim.continuous import Continuous, OpenView, Ready, Update
-from rlsim.sim.control import (
-    Action,
-    Borrow,
-    ControlContext,
-    KvHandling,
-    Migrate,
-    Prompt,
-    Release,
-    RequestView,
-    RolloutView,
-    actions_of,
-)
+from rlsim.sim.control import Action, ControlContext, KvHandling, Prompt, RequestView, RolloutView, actions_of
 from rlsim.sim.drawn import AcceptanceDraws
 from rlsim.sim.elastic import Pieces
 from rlsim.sim.gpus import HybridReplicas

@@ -16,21 +16,8 @@ from typing import Any, Literal, NamedTuple
 from rlsim.cost.curve import InWindows
 from rlsim.cost.step import PLAIN_KV, Chunk, Conditions, KvShape, StepCost
 from rlsim.cost.transfer import SwitchCost, SwitchWay
-from rlsim.sim.control import (
-    Abort,
-    Action,
-    Extend,
-    KvHandling,
-    Launch,
-    Migrate,
-    Reconfigure,
-    Release,
-    ReplicaView,
-    RequestView,
-    RolloutControl,
-    RolloutCosts,
-    Stop,
-)
+from rlsim.sim.actions import Abort, Extend, Migrate, Reconfigure, Release, Stop
+from rlsim.sim.control import Action, KvHandling, Launch, ReplicaView, RequestView, RolloutControl, RolloutCosts
 from rlsim.sim.drawn import AcceptanceDraws
 
 ONE_MOMENT = 1e-11

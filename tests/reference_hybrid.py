@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from reference import _Replica, _View
 from reference_open import RollingRun, _Run
 
-from rlsim.sim.control import Action, Borrow, Borrowable, Reconfigure, Release, RolloutCosts
+from rlsim.sim.actions import Borrow, Reconfigure, Release
+from rlsim.sim.control import Action, Borrowable, RolloutCosts
 
 if TYPE_CHECKING:
     from open_workloads import HybridWorkload

@@ -16,9 +16,9 @@ from workloads import At, LinearStep, StubCosts
 
 from rlsim.errors import PolicyError
 from rlsim.sim import scheduler
+from rlsim.sim.actions import Reconfigure
 from rlsim.sim.batching import Batching
 from rlsim.sim.continuous import OpenView, Update
-from rlsim.sim.control import Reconfigure
 from rlsim.sim.request import Request, UpdatedKv
 from rlsim.sim.run import simulate
 from rlsim.workflow import Call

@@ -23,16 +23,10 @@ from rlsim.policies.planner import Planner
 from rlsim.policies.registry import load_policy
 from rlsim.policies.rlhfuse import TailConsolidation
 from rlsim.policies.stream_trainer import StreamTrainer
+from rlsim.sim.actions import Migrate, Reconfigure, Release
 from rlsim.sim.batching import PromptFeed, Unfinished
 from rlsim.sim.continuous import OpenView
-from rlsim.sim.control import (
-    ControlContext,
-    Migrate,
-    Prompt,
-    Reconfigure,
-    Release,
-    RolloutReport,
-)
+from rlsim.sim.control import ControlContext, Prompt, RolloutReport
 from rlsim.workflow import Workflow, grpo, ppo
 
 TPS = (1, 2, 4)

@@ -18,8 +18,9 @@ from rlsim.errors import CapacityError
 from rlsim.models.model import load_model
 from rlsim.policies.elastic_split import ElasticSplit
 from rlsim.policies.parts import Rewiring
+from rlsim.sim.actions import Release
 from rlsim.sim.continuous import Update
-from rlsim.sim.control import Release, RolloutControl, RolloutView
+from rlsim.sim.control import RolloutControl, RolloutView
 from rlsim.sim.elastic import Guests, Pieces
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.run import simulate

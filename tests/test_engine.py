@@ -33,7 +33,8 @@ from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import Chunk
 from rlsim.models.hardware import load_cluster
 from rlsim.models.model import load_model
-from rlsim.sim.control import Migrate, Release, RolloutView
+from rlsim.sim.actions import Migrate, Release
+from rlsim.sim.control import RolloutView
 from rlsim.sim.drawn import AcceptanceDraws
 from rlsim.sim.environment import EnvironmentConfig, Environments
 from rlsim.sim.recorder import Recorder
@@ -364,7 +365,7 @@ def test_what_arrives_where_its_target_stops_at_that_moment_is_dealt_anew() -> N
     check(work)
     rollout, _ = simulate(work)
     assert rollout.released_at == {2: 6.5}
-    assert [rollout._requests[i].replica for i in (2, 3)] == [0, 1]
+    assert [rollout.by_id[i].replica for i in (2, 3)] == [0, 1]
 
 
 def test_a_migration_does_not_wait_for_what_an_earlier_one_has_told_to_leave() -> None:

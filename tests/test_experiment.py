@@ -26,7 +26,8 @@ from rlsim.experiment.load import load_experiment
 from rlsim.experiment.result import Result, read_result
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.summary import preemption_notes
-from rlsim.sim.control import Abort, Action, ControlContext, RolloutControl, RolloutView
+from rlsim.sim.actions import Abort
+from rlsim.sim.control import Action, ControlContext, RolloutControl, RolloutView
 
 EXPERIMENT: dict[str, Any] = tables("bases")["experiment"]
 

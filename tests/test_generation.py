@@ -11,14 +11,8 @@ from workloads import At, LinearStep, StubCosts
 from rlsim.cost.transfer import RESTART
 from rlsim.errors import CapacityError, PolicyError
 from rlsim.models.hardware import load_cluster
-from rlsim.sim.control import (
-    Abort,
-    Controls,
-    Prompt,
-    Reconfigure,
-    RolloutControl,
-    RolloutReport,
-)
+from rlsim.sim.actions import Abort, Reconfigure
+from rlsim.sim.control import Controls, Prompt, RolloutControl, RolloutReport
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.rollout import run_rollout

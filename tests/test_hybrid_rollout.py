@@ -13,9 +13,10 @@ from workloads import LinearStep, StubCosts
 
 import rlsim
 from rlsim.errors import CapacityError, PolicyError
+from rlsim.sim.actions import Borrow, Migrate, Reconfigure, Release
 from rlsim.sim.batching import Batching
 from rlsim.sim.continuous import Update
-from rlsim.sim.control import Action, Borrow, Migrate, Reconfigure, Release, RolloutControl, RolloutView
+from rlsim.sim.control import Action, RolloutControl, RolloutView
 from rlsim.sim.gpus import HybridReplicas
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.request import Request

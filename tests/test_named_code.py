@@ -16,7 +16,8 @@ from rlsim.experiment.systems import parse_systems
 from rlsim.experiment.testing import ContractError, check_policy
 from rlsim.policies.parts import Part, flattened
 from rlsim.policies.verl import VeRL
-from rlsim.sim.control import ControlContext, Stop
+from rlsim.sim.actions import Stop
+from rlsim.sim.control import ControlContext
 
 
 def write_policy(folder: Path, name: str, text: str) -> str:

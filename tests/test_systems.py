@@ -25,18 +25,9 @@ from rlsim.policies.reward_scheduler import AdaptiveTimeout, AsyncReward
 from rlsim.policies.stream_trainer import StreamTrainer, projected_kv_tokens
 from rlsim.policies.tail_batching import TailBatching
 from rlsim.policies.verl import DynamicSampling, VeRL
+from rlsim.sim.actions import Abort, Release
 from rlsim.sim.batching import Batching, PromptFeed
-from rlsim.sim.control import (
-    Abort,
-    ControlContext,
-    Launch,
-    Prompt,
-    Release,
-    ReplicaView,
-    RolloutControl,
-    RolloutReport,
-    RolloutView,
-)
+from rlsim.sim.control import ControlContext, Launch, Prompt, ReplicaView, RolloutControl, RolloutReport, RolloutView
 from rlsim.sim.elastic import Pieces
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.recorder import Recorder

@@ -12,8 +12,9 @@ from rlsim import Schema
 from rlsim.errors import ConfigError
 from rlsim.experiment.testing import ContractError, check_policy
 from rlsim.policies.registry import load_policy, policy_names
+from rlsim.sim.actions import Abort, Reconfigure, Release, Stop
 from rlsim.sim.batching import Batching, PromptFeed
-from rlsim.sim.control import Abort, ControlContext, Launch, Reconfigure, Release, RolloutControl, RolloutView, Stop
+from rlsim.sim.control import ControlContext, Launch, RolloutControl, RolloutView
 from rlsim.sim.rollout import Rollout
 
 

@@ -65,7 +65,8 @@ def test_how_long_a_single_response_is_left() -> None:
 # A system that trains on less ----------------------------------------------------------------------------------------
 
 STOPPER = '''
-from rlsim.sim.control import RolloutControl, Stop
+from rlsim.sim.actions import Stop
+from rlsim.sim.control import RolloutControl
 
 
 class Stopper(RolloutControl):

@@ -13,22 +13,17 @@ from reference import RefEngine, RefRequest, RefRollout, RefTools
 from rlsim.cost.curve import DecodeCurve, InWindows, over_all, sum_of
 from rlsim.cost.step import PLAIN_KV, Chunk, Conditions, KvShape, StepCost
 from rlsim.cost.transfer import IN_PLACE, NO_HOST_KV, WAYS, HostKv, SwitchCost, SwitchWay
+from rlsim.sim.actions import Abort, Extend, Migrate, Reconfigure, Release, Stop
 from rlsim.sim.control import (
-    Abort,
     Action,
     ControlContext,
-    Extend,
     KvHandling,
     Launch,
-    Migrate,
     Prompt,
-    Reconfigure,
-    Release,
     ReplicaView,
     RequestView,
     RolloutControl,
     RolloutView,
-    Stop,
     actions_of,
 )
 from rlsim.sim.request import EngineConfig, Request

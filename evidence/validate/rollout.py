@@ -32,7 +32,8 @@ from evidence.validate.rollout_steps import (
 )
 from evidence.validate.rows import Row, summarise
 from rlsim.errors import CalibrationError
-from rlsim.sim.control import Reconfigure, RolloutControl, RolloutView
+from rlsim.sim.actions import Reconfigure
+from rlsim.sim.control import RolloutControl, RolloutView
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.request import EngineConfig, Request
 from rlsim.sim.rollout import run_rollout

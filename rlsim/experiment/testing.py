@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pandas as pd
@@ -33,18 +33,15 @@ from rlsim.experiment.systems import System, is_layout
 from rlsim.policies.parts import KIND_NAMES, KINDS, Composition, Part, flattened
 from rlsim.policies.registry import control_of, is_control
 from rlsim.policies.relaxed import Split
+from rlsim.sim.actions import ACTIONS, Abort, Borrow, Extend, Stop
 from rlsim.sim.continuous import Continuous
 from rlsim.sim.control import (
-    Abort,
     Action,
-    Borrow,
     ControlContext,
     Controls,
-    Extend,
     Launch,
     RolloutControl,
     RolloutView,
-    Stop,
     actions_of,
     decides,
 )
@@ -152,7 +149,7 @@ def _not_checked(parts: Iterable[Part], tally: Tally) -> Iterator[str]:
         if "on_timer" in own and (not isinstance(part, RolloutControl) or part.every_s is None):
             yield f"{name}.on_timer is never called: every_s says no seconds"
         if deciding := [hook for hook in ("on_finish", "on_timer") if hook in own]:
-            never = [kind.__name__ for kind in get_args(Action) if kind not in (Launch, Extend, Borrow)]
+            never = [kind.__name__ for kind in ACTIONS if kind not in (Launch, Extend, Borrow)]
             never = [kind for kind in never if not tally.actions[kind]]
             if never:
                 yield f"{name}.{_listed(deciding, 'and')} never returned {_listed(never, 'or')}"

@@ -19,7 +19,8 @@ from pydantic import PrivateAttr
 from rlsim.policies.laminar import RIDGE
 from rlsim.policies.parts import Informed, Rewiring
 from rlsim.policies.rlhfuse import memory_bound_batch
-from rlsim.sim.control import Release, RolloutView
+from rlsim.sim.actions import Release
+from rlsim.sim.control import RolloutView
 from rlsim.workflow.graph import Workflow
 
 

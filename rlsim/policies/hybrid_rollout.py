@@ -15,16 +15,8 @@ from dataclasses import replace
 from pydantic import Field, PrivateAttr
 
 from rlsim.policies.parts import Informed, Rewiring
-from rlsim.sim.control import (
-    Action,
-    Borrow,
-    Borrowable,
-    KvHandling,
-    Migrate,
-    Release,
-    ReplicaView,
-    RolloutView,
-)
+from rlsim.sim.actions import Borrow, Migrate, Release
+from rlsim.sim.control import Action, Borrowable, KvHandling, ReplicaView, RolloutView
 from rlsim.workflow.graph import Workflow
 
 

@@ -16,8 +16,9 @@ from pydantic import Field, PrivateAttr
 from rlsim.policies.continuous import BoundedStaleness
 from rlsim.policies.parts import Informed
 from rlsim.policies.rlhfuse import memory_bound_batch
+from rlsim.sim.actions import Migrate
 from rlsim.sim.continuous import OpenView
-from rlsim.sim.control import Action, KvHandling, Migrate, ReplicaView, RolloutView
+from rlsim.sim.control import Action, KvHandling, ReplicaView, RolloutView
 from rlsim.units import Seconds
 
 #: At the ridge of the roofline a decode step computes for as long as it reads the weights: it takes twice as long.

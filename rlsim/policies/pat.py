@@ -21,16 +21,8 @@ from rlsim.cost.step import Chunk
 from rlsim.cost.transfer import RESTART, GraphCapture, SwitchWay, WeightHandling, rms_context_tokens
 from rlsim.errors import CapacityError
 from rlsim.policies.parts import Informed
-from rlsim.sim.control import (
-    Action,
-    ControlContext,
-    KvHandling,
-    Migrate,
-    Reconfigure,
-    RequestView,
-    RolloutView,
-    one_of,
-)
+from rlsim.sim.actions import Migrate, Reconfigure
+from rlsim.sim.control import Action, ControlContext, KvHandling, RequestView, RolloutView, one_of
 from rlsim.units import Tokens
 
 #: The profile's grid: about 10 batch sizes, contexts denser below a few K tokens.

@@ -13,7 +13,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rlsim.policies.parts import Informed
-from rlsim.sim.control import Action, ControlContext, Migrate, Release, RolloutView
+from rlsim.sim.actions import Migrate, Release
+from rlsim.sim.control import Action, ControlContext, RolloutView
 
 #: A decode step that takes so many times as long as that of one sequence is still nearly as fast.
 NEARLY = 1.25

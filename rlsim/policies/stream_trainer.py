@@ -16,7 +16,8 @@ import numpy as np
 from pydantic import Field, PrivateAttr
 
 from rlsim.policies.parts import Informed, Rewiring
-from rlsim.sim.control import Action, Release, ReplicaView, RolloutReport, RolloutView
+from rlsim.sim.actions import Release
+from rlsim.sim.control import Action, ReplicaView, RolloutReport, RolloutView
 from rlsim.workflow.graph import Workflow
 
 _OFFSETS = 48  # moments of the future at which the KV cache is projected

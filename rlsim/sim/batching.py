@@ -14,7 +14,8 @@ import numpy as np
 
 from rlsim.base.hooks import Hooked, hook, is_whole
 from rlsim.errors import PolicyError
-from rlsim.sim.control import Action, Extend, Launch, Prompt, RolloutControl, RolloutView, Stop, Surplus, is_launch
+from rlsim.sim.actions import Extend, Stop, Surplus
+from rlsim.sim.control import Action, Launch, Prompt, RolloutControl, RolloutView, is_launch
 from rlsim.sim.request import Request
 
 #: A step that launches so many times the prompts it needs, because their rewards do not count, is given up.

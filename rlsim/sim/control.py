@@ -8,12 +8,12 @@ exactly when each takes effect.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, get_args
+from typing import Any, ClassVar, NamedTuple, TypeVar, get_args
 
 from rlsim.base.hooks import Hooked, hook, is_number, is_whole
-from rlsim.cost.transfer import IN_PLACE, RESTART, WAYS, SwitchWay
+from rlsim.cost.transfer import WAYS
 from rlsim.errors import CapacityError, ConfigError, PolicyError
 from rlsim.sim.gpus import Borrowable as Borrowable
 from rlsim.sim.gpus import KvHandling as KvHandling
@@ -24,73 +24,41 @@ from rlsim.sim.view import RolloutView as RolloutView
 from rlsim.sim.view import ToolCallView as ToolCallView
 
 
-@dataclass(frozen=True, slots=True)
-class Reconfigure:
-    """Give a whole node a new tensor-parallel degree, and say what becomes of the KV cache, and how the rest goes."""
-
-    node: int
-    tp: int
-    kv: KvHandling = "migrate"
-    way: SwitchWay = IN_PLACE
-
-    def __post_init__(self) -> None:
-        if self.way == RESTART:  # which no KV cache outlives
-            object.__setattr__(self, "kv", "recompute")
+def are_numbers(ids: object) -> bool:
+    """Whether it is a collection of whole numbers."""
+    return isinstance(ids, Collection) and all(is_whole(number, 0) for number in ids)
 
 
-@dataclass(frozen=True, slots=True)
-class Migrate:
-    """Move requests to another replica."""
-
-    requests: tuple[int, ...]
-    to: int
-    kv: KvHandling = "migrate"
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Give up the GPUs of these replicas; their requests go to those that stay, to be recomputed.
-
-    None of generation's own replicas go if all of them would. In continuous generation they are lent, until the next
-    weights come. GPUs of training that are borrowed go back.
-    """
-
-    replicas: tuple[int, ...]
+#: What the fields of actions must be, by name.
+_PROPER: Mapping[str, Callable[[Any], bool]] = {
+    "node": lambda node: is_whole(node, 0),
+    "tp": lambda tp: is_whole(tp, 0),
+    "to": lambda to: is_whole(to, 0),
+    "tokens": is_whole,
+    "requests": are_numbers,
+    "replicas": are_numbers,
+    "kv": lambda kv: kv in get_args(KvHandling),
+    "way": lambda way: way in WAYS,
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Borrow:
-    """Have the replicas that there may be on GPUs of training, while it waits (`RolloutView.borrowable`).
-
-    They begin to generate once they have the weights, and go on until a `Release` gives their GPUs back. Somebody
-    waits for it as soon as `RolloutView.wanted_back`.
-    """
+class RefusedError(ValueError):
+    """An action names what is not there, or what may not be; says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """Drop these requests unfinished."""
-
-    requests: tuple[int, ...]
-
-
-class Surplus(Abort):
-    """What a step's batching drops: nothing that a control did."""
+class Action:
+    """What a control asks for, base of all actions."""
 
     __slots__ = ()
+    last: ClassVar[bool] = False  # nothing that is asked for after it at the same moment is done
 
+    def proper(self) -> bool:
+        """Whether its fields are of the right types; `carry_out` says whether what they name is there."""
+        return all(_PROPER[name](getattr(self, name)) for name in getattr(self, "__match_args__", ()))
 
-@dataclass(frozen=True, slots=True)
-class Extend:
-    """Let those of these requests that have used up their budget go on, for so many tokens more."""
-
-    requests: tuple[int, ...]
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """End the rollout; what is unfinished is handed back with its tokens."""
+    def carry_out(self, rollout: Any) -> None:
+        """Do it, or begin to. Raises `RefusedError`."""
+        raise NotImplementedError
 
 
 class Prompt(NamedTuple):
@@ -101,7 +69,7 @@ class Prompt(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(Action):
     """Generate `samples` new responses to each of these prompts. `label` names the kind of round in the results.
 
     `resume`: prompts that the batching kept (`Batching.keep`); their responses go on where they were. Only the first
@@ -117,8 +85,18 @@ class Launch:
     budget_tokens: int = 0
     to: tuple[int, ...] = ()
 
+    def proper(self) -> bool:
+        """Whether no prompt is launched twice, and each has at least one response, too."""
+        if not (is_whole(self.samples) and is_whole(self.budget_tokens, 0) and are_numbers(self.to)):
+            return False
+        if not (isinstance(self.prompts, Sequence) and isinstance(self.resume, Sequence)):
+            return False
+        prompts = [*self.prompts, *self.resume]
+        are = all(isinstance(p, Prompt) and is_whole(p.position, 0) and is_whole(p.first_sample, 0) for p in prompts)
+        return are and len({prompt.position for prompt in prompts}) == len(prompts)
 
-Action = Reconfigure | Migrate | Release | Borrow | Abort | Launch | Extend | Stop
+    def carry_out(self, rollout: Any) -> None:
+        rollout.launch(self)
 
 
 def one_of(tps: Iterable[int]) -> str:
@@ -140,6 +118,9 @@ PLANNED = (
     "the plan says how generation uses its GPUs (replicas of {}): leave tp out of the plan's generation, or the layout "
     "out of the system"
 )
+
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -239,38 +220,18 @@ def actions_of(answer: Action | Iterable[Action] | None) -> list[Action]:
 
 
 def is_launch(launch: object, *_: object) -> bool:
-    """Whether it is a launch of prompts, none of them twice, and of at least one response to each."""
-    if not isinstance(launch, Launch) or not is_whole(launch.samples) or not is_whole(launch.budget_tokens, 0):
-        return False
-    if not (isinstance(launch.prompts, Sequence) and isinstance(launch.resume, Sequence) and _are_numbers(launch.to)):
-        return False
-    prompts = [*launch.prompts, *launch.resume]
-    proper = all(isinstance(p, Prompt) and is_whole(p.position, 0) and is_whole(p.first_sample, 0) for p in prompts)
-    return proper and len({prompt.position for prompt in prompts}) == len(prompts)
+    """Whether it is a proper launch."""
+    return isinstance(launch, Launch) and launch.proper()
 
 
-def is_action(action: object) -> bool:
-    """Whether it is an action with fields of the right types; the engine says whether what they name is there."""
-    match action:
-        case Reconfigure(node, tp, kv, way):
-            return is_whole(node, 0) and is_whole(tp, 0) and kv in get_args(KvHandling) and way in WAYS
-        case Migrate(ids, to, kv):
-            return _are_numbers(ids) and is_whole(to, 0) and kv in get_args(KvHandling)
-        case Release(ids) | Abort(ids):
-            return _are_numbers(ids)
-        case Extend(ids, tokens):
-            return _are_numbers(ids) and is_whole(tokens)
-    return isinstance(action, Stop | Borrow) or is_launch(action)
-
-
-def _are_numbers(ids: object) -> bool:
-    return isinstance(ids, Collection) and all(is_whole(number, 0) for number in ids)
+def _are_actions(answer: Action | Iterable[Action] | None, *_: object) -> bool:
+    return all(isinstance(action, Action) and action.proper() for action in actions_of(answer))
 
 
 def _are_shares(shares: object, *_: object) -> bool:
     if not isinstance(shares, Mapping):
         return shares is None
-    return all(is_whole(index, 0) and _are_numbers(ids) for index, ids in shares.items())
+    return all(is_whole(index, 0) and are_numbers(ids) for index, ids in shares.items())
 
 
 def are_parameters(choices: object, *_: object) -> bool:
@@ -280,8 +241,8 @@ def are_parameters(choices: object, *_: object) -> bool:
 
 CHOICES = "a list of mappings such as {'tp': 2}"
 _ACTIONS = (
-    f"actions ({', '.join(kind.__name__ for kind in get_args(Action))}) or None, with whole numbers for nodes, "
-    f"requests and tokens, and {' or '.join(get_args(KvHandling))} for kv"
+    "actions (Reconfigure, Migrate, Release, Borrow, Abort, Launch, Extend, Stop) or None, with whole numbers for "
+    f"nodes, requests and tokens, and {' or '.join(get_args(KvHandling))} for kv"
 )
 
 
@@ -313,7 +274,7 @@ class RolloutControl(Hooked):
         """
         raise PolicyError(f"{type(self).__name__} does not say which layout it starts with: define initial_tp")
 
-    @hook(_ACTIONS, lambda answer, *_: all(map(is_action, actions_of(answer))))
+    @hook(_ACTIONS, _are_actions)
     def on_finish(self, view: RolloutView) -> Action | Iterable[Action] | None:  # noqa: ARG002
         """Responses have just finished or paused, all of this moment together: return one action, several, or None.
 
@@ -331,7 +292,7 @@ class RolloutControl(Hooked):
         """When a rollout begins: the seconds between two calls of `on_timer`; None: it is never called."""
         return None
 
-    @hook(_ACTIONS, lambda answer, *_: all(map(is_action, actions_of(answer))))
+    @hook(_ACTIONS, _are_actions)
     def on_timer(self, view: RolloutView) -> Action | Iterable[Action] | None:  # noqa: ARG002
         """`every_s` seconds of a rollout are over, counted from its beginning, and responses are unfinished: as
         `on_finish`. Where both are due at one moment, `on_finish` of all controls comes first.
@@ -412,8 +373,7 @@ class Controls(RolloutControl):
 
     def next_tp(self, report: RolloutReport) -> int | None:
         """What the last of those that have an opinion says."""
-        wanted = [tp for tp in [part.next_tp(report) for part in self.parts] if tp is not None]
-        return wanted[-1] if wanted else None
+        return _first([part.next_tp(report) for part in self.parts][::-1])
 
     def chunk_tokens(self, planned: int) -> int:
         """What the last of those that change it says."""
@@ -424,28 +384,30 @@ class Controls(RolloutControl):
     @property
     def length_error(self) -> float | None:
         """That of the first that has a predictor."""
-        return next((part.length_error for part in self.parts if part.length_error is not None), None)
+        return _first(part.length_error for part in self.parts)
 
     def dispatch(
         self, launched: Sequence[RequestView], replicas: Sequence[ReplicaView]
     ) -> Mapping[int, Sequence[int]] | None:
         """What the first of those that have an opinion says."""
-        answers = (part.dispatch(launched, replicas) for part in self.parts)
-        return next((answer for answer in answers if answer is not None), None)
+        return _first(part.dispatch(launched, replicas) for part in self.parts)
 
     def priority(self, request: RequestView) -> float | None:
         """What the first of those that have an opinion says."""
-        answers = (part.priority(request) for part in self.parts)
-        return next((answer for answer in answers if answer is not None), None)
+        return _first(part.priority(request) for part in self.parts)
 
     def keep_kv_s(self, call: ToolCallView) -> float | None:
         """What the first of those that have an opinion says."""
-        answers = (part.keep_kv_s(call) for part in self.parts)
-        return next((answer for answer in answers if answer is not None), None)
+        return _first(part.keep_kv_s(call) for part in self.parts)
 
     def on_scored(self, report: ScoringReport) -> None:
         for part in self.parts:
             part.on_scored(report)
+
+
+def _first(answers: Iterable[_T | None]) -> _T | None:
+    """The first that is an opinion."""
+    return next((answer for answer in answers if answer is not None), None)
 
 
 def asked(control: RolloutControl, *methods: str) -> list[RolloutControl]:

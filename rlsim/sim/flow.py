@@ -21,19 +21,17 @@ class Inbox:
 
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
-        self.first = env.event()
         self.closed = env.event()
         self.samples: list[Request] = []  # all that ever came
         self.chunks: dict[int, tuple[Request, int]] = {}  # by request: how many tokens have come of it
         self._awaited: list[tuple[int, simpy.Event]] = []  # how many samples in all, and what fires then
+        self.first = self.at_least(1)
         self.on_samples: Callable[[Sequence[Request]], None] | None = None
         self.on_chunks: Callable[[Sequence[tuple[Request, int]]], None] | None = None
 
     def put(self, samples: Sequence[Request]) -> None:
         self.samples += samples
         self._tell(len(self.samples))
-        if samples and not self.first.triggered:
-            self.first.succeed()
         if samples and self.on_samples:
             self.on_samples(samples)
 
@@ -46,7 +44,7 @@ class Inbox:
 
     def _tell(self, there: int) -> None:
         for samples, event in self._awaited:
-            if samples <= there:
+            if samples <= there and not event.triggered:
                 event.succeed()
         self._awaited = [(samples, event) for samples, event in self._awaited if samples > there]
 
@@ -71,8 +69,6 @@ class Inbox:
             on_samples(self.samples)
 
     def close(self) -> None:
-        if not self.first.triggered:
-            self.first.succeed()
         if not self.closed.triggered:
             self.closed.succeed()
             self._tell(max((samples for samples, _ in self._awaited), default=0))

@@ -22,7 +22,7 @@ from rlsim.sim.replica import ChunkListener
 from rlsim.sim.request import Request
 from rlsim.sim.rollout import Rollout
 from rlsim.sim.simulation import Machine, StepState
-from rlsim.sim.stage import GenerationStage
+from rlsim.sim.stage import GenerationStage, nobody
 from rlsim.workflow.graph import Call
 from rlsim.workflow.plan import Placement
 
@@ -35,8 +35,7 @@ class Generation:
         self.planned_tp = tp  # that the next rollout is to begin with
         self._costs = costs
         self._env, self._what, self._outcome, self._pool = machine.env, machine.what, machine.outcome, machine.pool
-        self._backlog_s, self._borrowing = machine.backlog_s, machine.borrowing
-        self._environments = machine.environments
+        self._machine, self._borrowing = machine, machine.borrowing
         self._noted = [0] * 7  # what `_summary` counts of the rollout, so far
 
     def _rollout(
@@ -55,9 +54,9 @@ class Generation:
             config=what.config,
             cap_tokens=what.cap_tokens,
             routing=what.routing,
-            backlog_s=self._backlog_s,
+            backlog_s=self._machine.backlog_s,
             borrowing=self._borrowing,
-            environments=self._environments,
+            environments=self._machine.environments,
             recorder=Recorder(outcome.spans, step, stays=outcome.stays, call=call.name, numbers=numbers),
             **how,
         )
@@ -122,12 +121,52 @@ class StepGeneration(Generation):
         generating = [r for r in resumed if not r.finished]
         yield from self._lay_out(step, mesh, len(requests) - len(resumed) + len(generating))
         new = [r for r in requests if not r.resumed] if resumed else requests
-        rollout = state.rollout = self._of_step(call, step, state, mesh, placement.micro_batches, new, generating)
+
+        def launch(more: Launch) -> Sequence[Request]:
+            if more.resume:
+                raise PolicyError(f"step {step}: only the first launch of a step may resume what was kept")
+            return self._launched(state, more, call.name, call.baselines)
+
+        def finished(responses: Sequence[Request]) -> None:
+            batch.finished(responses)
+            if call.name in self._streaming:
+                self._offer(call, state, responses)
+
+        def drained() -> None:
+            self._offer(call, state, [r for r in state.requests if r.finished])
+
+        def released(gpus: Iterable[int]) -> None:
+            self._pool.release(gpus)
+            flow.fetch()
+
+        listens = call.name in self._streaming or flow.wants(batch_of(call.name)) or not batch.certain
+        rollout = state.rollout = self._rollout(
+            call,
+            step,
+            mesh,
+            state.replicas,
+            requests=new,
+            tp=self._tp,
+            control=what.control if batch.certain else Controls([batch, what.control]),
+            label=batch.first.label,
+            resumed=generating,
+            used_tps=self._used_tps,
+            version=version,
+            open=batch.open,
+            launcher=launch,
+            on_finish=finished if listens else None,
+            on_abort=batch.lost if what.environment and what.environment.on_failure != "repeat" else nobody,
+            on_drained=drained if what.batching.needs_rewards else nobody,
+            on_release=released,
+            crowded=what.crowded,
+            chunks=self._chunks(call, state),
+            micro_batches=placement.micro_batches,
+        )
         start = state.generates_at = self._env.now
         if state.chunk_tokens and (there := [(r, r.generated) for r in generating if r.generated]):
             flow.deliver_chunks(call.name, there)
         if len(generating) < len(resumed):
-            self._finished(call, state, batch, [r for r in resumed if r.finished])
+            finished([r for r in resumed if r.finished])
             rollout.ask()
         yield rollout.done
         if self._borrowing:
@@ -148,59 +187,6 @@ class StepGeneration(Generation):
         self._note(step, start, rollout, launches)
         rollout.close()
         return set(rollout.released_at)
-
-    def _of_step(
-        self,
-        call: Call,
-        step: int,
-        state: StepState,
-        mesh: Sequence[tuple[int, ...]],
-        micro_batches: int,
-        requests: Sequence[Request],
-        resumed: Sequence[Request],
-    ) -> Rollout:
-        what, batch = self._what, state.batch
-        assert batch is not None
-
-        def launch(more: Launch) -> Sequence[Request]:
-            if more.resume:
-                raise PolicyError(f"step {step}: only the first launch of a step may resume what was kept")
-            return self._launched(state, more, call.name, call.baselines)
-
-        def released(gpus: Iterable[int]) -> None:
-            self._pool.release(gpus)
-            state.flow.fetch()
-
-        listens = call.name in self._streaming or state.flow.wants(batch_of(call.name)) or not batch.certain
-        return self._rollout(
-            call,
-            step,
-            mesh,
-            state.replicas,
-            requests=requests,
-            tp=self._tp,
-            control=what.control if batch.certain else Controls([batch, what.control]),
-            label=batch.first.label,
-            resumed=resumed,
-            used_tps=self._used_tps,
-            version=state.version,
-            open=batch.open,
-            launcher=launch,
-            on_finish=(lambda responses: self._finished(call, state, batch, responses)) if listens else None,
-            on_abort=batch.lost if what.environment and what.environment.on_failure != "repeat" else None,
-            on_drained=(lambda: self._offer(call, state, [r for r in state.requests if r.finished]))
-            if what.batching.needs_rewards
-            else None,
-            on_release=released,
-            crowded=what.crowded,
-            chunks=self._chunks(call, state),
-            micro_batches=micro_batches,
-        )
-
-    def _finished(self, call: Call, state: StepState, batch: StepBatch, responses: Sequence[Request]) -> None:
-        batch.finished(responses)
-        if call.name in self._streaming:
-            self._offer(call, state, responses)
 
     def _share(self, call: Call, state: StepState) -> Launch | None:
         """What a call generates of a step's launch; None: all of it."""
@@ -257,7 +243,7 @@ class StepGeneration(Generation):
         """Write down how a rollout went, and let the control choose the next one's layout."""
         end = self._env.now
         self._last_tp.update((node, to_tp) for _, node, _, to_tp, _ in rollout.switches)
-        self._ways |= rollout.ways
+        self._ways |= {node.number: node.way for node in rollout.nodes if node.way}
         released_gpu_s = sum(end - at for at in rollout.released_at.values())
         waiting = self._what.batching.waiting()
         summary = self._summary(step, self._tp, rollout, launches, waiting, released_gpu_s)

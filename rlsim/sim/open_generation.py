@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import simpy
 
@@ -43,14 +44,16 @@ class _Group:
         return min(known + [now(request) for request in self.requests if not request.finished])
 
 
-class _Window(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Window:
     """A step that takes prompts."""
 
     step: int
     state: StepState
     call: Call
     complete: simpy.Event
-    awaited: set[int] | None  # positions of prompts under way for which it keeps places, once that is known
+    missing: int  # prompts
+    awaited: set[int] | None = None  # positions of those under way for which it keeps places, once that is known
 
 
 class OpenGeneration(Generation, RolloutControl):
@@ -76,21 +79,18 @@ class OpenGeneration(Generation, RolloutControl):
         self._judge = judge(reward, NO_STEP) if reward else None
         self._groups: dict[int, _Group] = {}  # by prompt position: those that are not ready
         self._ready_now: list[_Group] = []
-        self._queue: list[tuple[Ready, _Group]] = []
+        self._queue: dict[Ready, _Group] = {}
         self._discarded: list[_Group] = []  # since the last window
         self._again: list[Prompt] = []  # were dropped and are to begin before new ones
-        self._uncounted = 0  # of these, for their rewards
-        self._stale = self._relaunched = 0  # of these, as not usable; and of those, to begin again
+        #: Since the last window: responses launched; prompts dropped, for their rewards, as not usable, to begin again.
+        self._counts: Counter[str] = Counter()
         self._window: _Window | None = None
-        self._missing = 0  # prompts of the window
         self._updating = self._due = False
         self._spreading = 0  # weights on their way to replicas that take them each on its own
-        self._lent_at: dict[int, float] = {}  # by GPU
         self._lent_gpu_s = 0.0  # of those taken back since the last window
         self._drained: simpy.Event | None = None
         self._ids = self._ready = self._taken = self._dropped = 0
         self._launched_since_update = self._left_at_update = 0
-        self._noted_ids = self._noted_dropped = 0  # so far
         self._open = self._begin(call, what.plan.of(call.name))
         for launch in self._launches():
             self._open.launch(launch)
@@ -116,12 +116,13 @@ class OpenGeneration(Generation, RolloutControl):
             on_drained=self._all_finished,
             on_idle=self._idle,
             on_release=self._lend,
-            batch_missing=lambda: self._missing / self._feed.prompts if self._window else 0.0,
+            batch_missing=lambda: self._window.missing / self._feed.prompts if self._window else 0.0,
         )
 
     def _launched(self, launch: Launch) -> list[Request]:
         requests = self._what.requests(launch.prompts, launch.samples, self._ids)
         self._ids += len(requests)
+        self._counts["launched"] += len(requests)
         self._launched_since_update += len(launch.prompts)
         for prompt in launch.prompts:
             self._groups[prompt.position] = _Group(prompt)
@@ -138,14 +139,14 @@ class OpenGeneration(Generation, RolloutControl):
                 "a part of the system releases GPUs of a rollout that never ends, and no call of the workflow takes "
                 "them: training must be able to borrow them (Workflow.elastic)"
             )
-        self._lent_at.update(dict.fromkeys(gpus, self._env.now))
         self._pool.release(gpus)
 
     def _call_in(self) -> Generator[simpy.Event, Any, list[Replica]]:
         """At the end of a moment: wait for the GPUs that are lent; returns whose they were, by index."""
         yield from until_over(self._env)
-        lent = sorted((r for r in self._open.lent if r.gpus[0] in self._lent_at), key=attrgetter("index"))
-        since = {gpu: self._lent_at.pop(gpu) for replica in lent for gpu in replica.gpus}
+        lent_at = self._open.released_at
+        lent = sorted((r for r in self._open.lent if r.gpus[0] in lent_at), key=attrgetter("index"))
+        since = {gpu: lent_at.pop(gpu) for replica in lent for gpu in replica.gpus}
         if lent and not (granted := self._pool.acquire(since, "generate")).triggered:
             yield granted
             yield from until_over(self._env)
@@ -204,7 +205,7 @@ class OpenGeneration(Generation, RolloutControl):
                 yield Launch((*again, *new), self._feed.responses, to=to)
 
     def _seen(self) -> OpenView:
-        free = tuple(sorted([replica.index for replica in self._open.there() if replica.idle]))
+        free = tuple([replica.index for replica in self._open.active() if replica.idle])
         return OpenView(
             self._feed.prompts,
             self._open.updates.version,
@@ -224,69 +225,65 @@ class OpenGeneration(Generation, RolloutControl):
         """What became ready at this moment joins the queue, by position, if it is whole and its rewards count."""
         for group in sorted(self._ready_now, key=lambda g: g.prompt.position):
             self._open.forget(group.requests)
-            if any(r.aborted for r in group.requests) or not self._counts(group):
+            if any(r.aborted for r in group.requests) or not self._fits(group):
                 self._launched_since_update -= 1  # another may take its place
                 self._drop(group)
                 continue
             lengths = tuple(r.generated for r in group.requests)
             ready = Ready(group.prompt, self._ready, group.version(self._open.version_of), lengths)
-            self._queue.append((ready, group))
+            self._queue[ready] = group
             self._ready += 1
         self._ready_now.clear()
 
-    def _counts(self, group: _Group) -> bool:
+    def _fits(self, group: _Group) -> bool:
+        """Whether its rewards count."""
         batching = self._what.batching
         if not batching.needs_rewards:
             return True
         counts = batching.counts([r.reward for r in sorted(group.requests, key=attrgetter("finished_at"))])
-        self._uncounted += not counts
-        if self._uncounted > ENDLESS * self._feed.prompts:
+        self._counts["uncounted"] += not counts
+        if (uncounted := self._counts["uncounted"]) > ENDLESS * self._feed.prompts:
             raise PolicyError(
-                f"{self._uncounted} prompts were dropped for their rewards since a step last had its batch of "
+                f"{uncounted} prompts were dropped for their rewards since a step last had its batch of "
                 f"{self._feed.prompts}: no end in sight"
             )
         return counts
 
     def _drop(self, group: _Group) -> None:
         self._dropped += 1
+        self._counts["dropped"] += 1
         self._discarded.append(group)
         if self._window and self._window.awaited:
             self._window.awaited.discard(group.prompt.position)
 
     def _serve(self) -> None:
         """The step whose window is open takes prompts until it has its batch."""
-        window = self._window
+        window, queue, batching = self._window, self._queue, self._batching
         if window is None:
             return
-        if (waiting_for := window.awaited) is None:  # it begins at this moment
-            waiting_for = self._awaited(window.step)
-            self._window = window._replace(awaited=waiting_for)
-        usable: list[tuple[Ready, _Group]] = []
-        stale: list[tuple[Ready, _Group]] = []
-        for ready, group in self._queue:
-            fits = self._batching.usable(ready, window.step - ready.version)
-            (usable if fits else stale).append((ready, group))
-        for _, group in sorted(stale, key=lambda one: one[0].number):
+        if window.awaited is None:  # it begins at this moment
+            window.awaited = self._awaited(window.step)
+        fits = {ready: batching.usable(ready, window.step - ready.version) for ready in queue}
+        for group in [queue.pop(ready) for ready in fits if not fits[ready]]:
             self._drop(group)
-            self._stale += 1
-            if self._batching.relaunches():
-                self._relaunched += 1
+            self._counts["stale"] += 1
+            if batching.relaunches():
+                self._counts["relaunched"] += 1
                 samples = group.prompt.first_sample + len(group.requests)
                 self._again.append(group.prompt._replace(first_sample=samples))
-        usable.sort(key=lambda one: self._batching.rank(one[0]))
-        awaited = [one for one in usable if one[0].prompt.position in waiting_for][: self._missing]
-        waiting_for.difference_update(ready.prompt.position for ready, _ in awaited)
-        others = [one for one in usable if one not in awaited] if awaited else usable
-        free = max(self._missing - len(awaited) - len(waiting_for), 0)
-        taken, self._queue = [*awaited, *others[:free]], others[free:]
-        self._missing -= len(taken)
+        usable = sorted(queue, key=batching.rank)
+        awaited = [ready for ready in usable if ready.prompt.position in window.awaited][: window.missing]
+        window.awaited.difference_update(ready.prompt.position for ready in awaited)
+        others = [ready for ready in usable if ready not in awaited] if awaited else usable
+        taken = [*awaited, *others[: max(window.missing - len(awaited) - len(window.awaited), 0)]]
+        window.missing -= len(taken)
         self._taken += len(taken)
-        for _, group in taken:
-            window.state.take(group.requests)
-            window.state.flow.deliver(batch_of(window.call.name), group.requests)
+        for requests in [queue.pop(ready).requests for ready in taken]:
+            window.state.take(requests)
+            window.state.flow.deliver(batch_of(window.call.name), requests)
             if self.scores:
-                window.state.flow.deliver(window.call.name, group.requests)
-        if not self._missing:
+                window.state.flow.deliver(window.call.name, requests)
+        if not window.missing:
             self._window = None
             window.complete.succeed()
 
@@ -294,7 +291,7 @@ class OpenGeneration(Generation, RolloutControl):
         """A step takes its batch from the queue; over when it has all of it."""
         state.version = self.version
         complete = self._env.event()
-        self._window, self._missing = _Window(step, state, call, complete, None), self._feed.prompts
+        self._window = _Window(step, state, call, complete, self._feed.prompts)
         self._ask()
         yield complete
         self.served_at = self._env.now
@@ -366,22 +363,20 @@ class OpenGeneration(Generation, RolloutControl):
         """What happened since the last step had its batch; the step is given what was dropped meanwhile."""
         for group in self._discarded:
             state.requests += group.requests
-        launched, dropped = self._ids - self._noted_ids, self._dropped - self._noted_dropped
-        self._noted_ids, self._noted_dropped = self._ids, self._dropped
-        launches = LaunchCounts("", launched, dropped, self._relaunched, stale=self._stale)
+        counts, self._counts, self._discarded = self._counts, Counter(), []
+        lent_gpu_s, self._lent_gpu_s = self._lent_gpu_s, 0.0
+        launches = LaunchCounts("", counts["launched"], counts["dropped"], counts["relaunched"], stale=counts["stale"])
         waiting = len(self._queue) + len(self._again)
-        summary = self._summary(step, self.planned_tp, self._open, launches, waiting, self._lent_gpu_s)
-        self._discarded, self._uncounted, self._relaunched, self._stale, self._lent_gpu_s = [], 0, 0, 0, 0.0
-        return summary
+        return self._summary(step, self.planned_tp, self._open, launches, waiting, lent_gpu_s)
 
     def end(self, state: StepState) -> None:
         """The run is over: its last step has all that is in flight, to go on in a step that does not come."""
         self._open.break_off()
         if self._judge:
             self._judge.break_off()
-        self._lent_gpu_s += sum(self._env.now - at for at in self._lent_at.values())
+        self._lent_gpu_s += sum(self._env.now - at for at in self._open.released_at.values())
         rest = self._note(len(self._outcome.step_ends) - 1, state)
-        left = [*self._groups.values(), *self._ready_now, *(group for _, group in self._queue)]
+        left = [*self._groups.values(), *self._ready_now, *self._queue.values()]
         requests = sorted((r for group in left for r in group.requests), key=attrgetter("id"))
         state.requests += requests
         state.paused = frozenset(request.id for request in requests)

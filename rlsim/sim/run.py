@@ -24,7 +24,7 @@ from rlsim.sim.request import NAN, EngineConfig, Request
 from rlsim.sim.reward import RewardDesk
 from rlsim.sim.rollout import Rollout
 from rlsim.sim.server import InferenceServer, RewardModelEngine, StreamingScorer
-from rlsim.sim.simulation import Countdown, Machine, Simulation, StepState
+from rlsim.sim.simulation import Machine, Simulation, StepState
 from rlsim.workflow.graph import Call, Edge, Workflow
 from rlsim.workflow.plan import Placement
 
@@ -38,35 +38,33 @@ def simulate(simulation: Simulation) -> Outcome:
     return _Run(simulation).to_the_end()
 
 
-class _Run:
+class _Run(Machine):
     def __init__(self, what: Simulation) -> None:
-        self.what = what
-        self.machine = machine = Machine(what)
-        self.env, self.pool, self.outcome = machine.env, machine.pool, machine.outcome
+        super().__init__(what)
         self.desk = RewardDesk(self.env, what.scoring, what.reward)
         self.judges: list[tuple[int, InferenceServer]] = []  # those that work, by step (NO_STEP: of all steps)
         self.steps = {
             step: StepState(Flow(self.env, what.workflow, what.feed.responses), step) for step in range(what.steps)
         }
-        trains = sum(call.kind == "train" for call in what.workflow.calls)
+        trains = [call.name for call in what.workflow.calls if call.kind == "train"]
         for state in self.steps.values():
-            state.trained = [Countdown(self.env, trains) for _ in range(what.workflow.windows)]
+            state.trained = [{name: self.env.event() for name in trains} for _ in range(what.workflow.windows)]
         self.updating = _updating(what.workflow)
         self.judging = self._judging()
         self.judged = set[int]()  # steps that have asked for these GPUs
         self.chunked = sum(any(e.grain == "chunk" for e in what.workflow.into(c.name)) for c in what.workflow.calls)
-        self.generation: StepGeneration | OpenGeneration = StepGeneration(machine, what.costs, what.initial_tp)
+        self.generation: StepGeneration | OpenGeneration = StepGeneration(self, what.costs, what.initial_tp)
         generating = what.workflow.generating
         if not generating:
             self.generation.take_given(list(self.steps.values()))
         elif isinstance(what.batching.launcher, Continuous):
-            self.generation = OpenGeneration(machine, self.desk, generating[0], self._judge)
+            self.generation = OpenGeneration(self, self.desk, generating[0], self._judge)
         engines: dict[tuple[str, Placement], StepGeneration | OpenGeneration] = {}  # by model and place
         self.generations = dict[str, StepGeneration | OpenGeneration]()  # by call
         for number, call in enumerate(generating):
             key = call.model, what.plan.of(call.name)
             if key not in engines:
-                engines[key] = StepGeneration(machine, *what.others[call.name]) if number else self.generation
+                engines[key] = StepGeneration(self, *what.others[call.name]) if number else self.generation
             self.generations[call.name] = engines[key]
         several = len(generating) > 1
         #: By call: the calls that generate what it works on; none: all.
@@ -150,11 +148,11 @@ class _Run:
         state = self.steps[step]
         self._begins(call, step)
         yield self.pool.acquire(placement.gpus, call.kind)
-        start_at, parts = self.env.now, self._parts(call, placement, state.trained_on(self.takes[call.name]))
+        start_at, batch = self.env.now, state.trained_on(self.takes[call.name])
+        parts = self._parts(call, placement, batch)
         yield from self._occupy(call, step, placement.gpus, parts)
-        if state.flow.wants(call.name):
-            state.flow.deliver(call.name, state.trained_on(self.takes[call.name]))
-            state.flow.close(call.name)
+        state.flow.deliver(call.name, batch)
+        state.flow.close(call.name)
         return Ran(start_at, parts)
 
     def _occupy(self, call: Call, step: int, gpus: tuple[int, ...], parts: Parts) -> _Process[None]:
@@ -179,9 +177,8 @@ class _Run:
     def _begins(self, call: Call, step: int) -> None:
         """A call of a step is ready: where it trains what generates, generation has the trainer's weights no more."""
         updated = self.updating.keys() & self.what.workflow.beside(call.name)[1]
-        borrowing = self.machine.borrowing
-        if borrowing and call.kind == "train" and updated:
-            borrowing.trained = max(borrowing.trained, step + 1)
+        if self.borrowing and call.kind == "train" and updated:
+            self.borrowing.trained = max(self.borrowing.trained, step + 1)
 
     def _from_queue(self, generation: OpenGeneration, call: Call, step: int, _: Placement) -> _Process[Ran]:
         """A step takes its batch from a rollout for all steps, at work on it since the step before had its own."""
@@ -244,7 +241,7 @@ class _Run:
         what = (inbox, recorder, call, slowdown, generating, state.residents)
         work = ElasticCall(self.env, self.pool, placement.replicas(), pieces, *what)
         if pieces.guests:
-            self.machine.elastic.append(work)
+            self.elastic.append(work)
         return work
 
     def _finish(self, work: ElasticCall, call: Call, step: int, placement: Placement) -> _Process[None]:
@@ -269,7 +266,7 @@ class _Run:
             if inbox.closed.triggered and taken == len(inbox.samples):
                 break
             if window:
-                yield state.trained[window - 1].done
+                yield simpy.AllOf(env, state.trained[window - 1].values())
             end = min((window + 1) * size, len(inbox.samples))
             if self.what.workflow.group_advantage:
                 end = _end_of_prompt(inbox.samples, end)
@@ -288,7 +285,7 @@ class _Run:
             _add(parts_s, parts)
             state.flow.deliver(call.name, samples)
             if call.kind == "train":
-                state.trained[window].one()
+                state.trained[window][call.name].succeed()
         state.flow.close(call.name)
         start_at = ready_at if isnan(start_at) else start_at  # of a batch of none
         return Ran(start_at, tuple(parts_s.items()), ready_at=ready_at)

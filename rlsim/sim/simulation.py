@@ -110,19 +110,6 @@ class Machine:
         return sum(work.backlog_s for work in self.elastic)
 
 
-class Countdown:
-    """`done` fires when so many have said `one`."""
-
-    def __init__(self, env: simpy.Environment, left: int) -> None:
-        self.done = env.event()
-        self._left = left
-
-    def one(self) -> None:
-        self._left -= 1
-        if not self._left:
-            self.done.succeed()
-
-
 @dataclass(eq=False)
 class StepState:
     """What is under way in one step."""
@@ -139,7 +126,7 @@ class StepState:
     replicas: Iterator[int] = field(default_factory=itertools.count)  # their numbers
     taken: set[int] | None = None  # those trained on, where a rollout for all steps generates them
     ids: int = 0
-    trained: list[Countdown] = field(default_factory=list)  # of each window: the train calls that are to work on it
+    trained: list[dict[str, simpy.Event]] = field(default_factory=list)  # of each window: train calls have worked on it
     offered: set[int] = field(default_factory=set)  # responses that reward calls have been given
     scorers: dict[str, StreamingScorer] = field(default_factory=dict)  # by call that takes chunks
     scored: set[str] = field(default_factory=set)  # those of these calls that are done

@@ -8,18 +8,32 @@ from heapq import heapify, heapreplace
 from itertools import pairwise
 from typing import Literal, TypeVar
 
+from rlsim.base.hooks import misused
 from rlsim.cost.step import StepCost
-from rlsim.sim.control import Launch, RolloutControl
+from rlsim.sim.control import Launch, RefusedError, RolloutControl, asked
 from rlsim.sim.environment import Environments
 from rlsim.sim.gpus import Borrowing, RolloutCosts
 from rlsim.sim.recorder import Recorder
-from rlsim.sim.replica import ChunkListener
+from rlsim.sim.replica import ChunkListener, Replica
 from rlsim.sim.request import EngineConfig, Request
+from rlsim.sim.view import view_of, view_of_replica
 
 Routing = Literal["contiguous", "round_robin"]
 #: To which replica a request goes that is launched while others run: each to the one with the least context, or with
 #: the fewest requests.
 Dispatch = Literal["least_context", "fewest_requests"]
+
+
+#: Requests of each replica that gets any, by its index, in the order in which they come there.
+Shares = Mapping[int, Sequence[Request]]
+
+
+def _no_launch(launch: Launch) -> Sequence[Request]:  # noqa: ARG001
+    raise RefusedError("nothing can be launched here")
+
+
+def nobody(*_: object) -> None:
+    """Nobody is told."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -42,12 +56,12 @@ class GenerationStage:
     used_tps: dict[int, set[int]] = field(default_factory=dict)  # by node, degrees of this run; the stage adds its own
     version: int = 0  # of the weights that it begins with: updates that they have had
     open: bool = False  # goes on when no request is left, as more may be launched; only a `Stop` ends it
-    launcher: Callable[[Launch], Sequence[Request]] | None = None  # makes the requests of a `Launch`
+    launcher: Callable[[Launch], Sequence[Request]] = _no_launch  # makes the requests of a `Launch`
     on_finish: Callable[[Sequence[Request]], None] | None = None  # is told of responses that are complete
-    on_abort: Callable[[Sequence[Request]], None] | None = None  # is told of those that a control has dropped
-    on_drained: Callable[[], None] | None = None  # is told each time that no request is left of an open stage
+    on_abort: Callable[[Sequence[Request]], None] = nobody  # is told of those that a control has dropped
+    on_drained: Callable[[], None] = nobody  # is told each time that no request is left of an open stage
     on_idle: Callable[[], None] | None = None  # at the end of a moment: a replica has nothing left
-    on_release: Callable[[Iterable[int]], None] | None = None  # is told of GPUs that are given up before the end
+    on_release: Callable[[Iterable[int]], None] = nobody  # is told of GPUs that are given up before the end
     crowded: Callable[[int], StepCost] | None = None  # step cost, by TP, of a replica whose GPUs are shared
     backlog_s: Callable[[], float] = lambda: 0.0  # of training that may borrow GPUs, see `RolloutView`
     batch_missing: Callable[[], float] | None = None  # see `RolloutView`; default: the share that is unfinished
@@ -56,9 +70,36 @@ class GenerationStage:
     environments: Environments | None = None  # that run tool calls; None where no request has any
     recorder: Recorder = field(default_factory=Recorder)
 
+    def shares(self, requests: Sequence[Request], replicas: Sequence[Replica], idle: bool) -> Shares:
+        """How new requests are dealt to these replicas: as the control says, else evenly where all are idle, else to
+        those that have the fewest.
+        """
+        if (shares := self._wanted(requests, replicas)) is None and idle:
+            even = evenly(requests, len(replicas), self.routing)
+            shares = {replica.index: share for replica, share in zip(replicas, even, strict=True)}
+        elif shares is None:
+            shares = by_number(requests, {replica.index: replica.unfinished for replica in replicas})
+        if self.micro_batches > 1 and idle:
+            for share in shares.values():
+                for number, part in enumerate(evenly(share, self.micro_batches, "contiguous")):
+                    for request in part:
+                        request.micro_batch = number
+        return shares
 
-#: Requests of each replica that gets any, by its index, in the order in which they come there.
-Shares = Mapping[int, Sequence[Request]]
+    def _wanted(self, requests: Sequence[Request], replicas: Sequence[Replica]) -> Shares | None:
+        if not requests or not asked(self.control, "dispatch"):
+            return None
+        known = {request.id: request for request in requests}
+        views = [view_of(request, request.context, running=False) for request in requests]
+        wanted = self.control.dispatch(views, [view_of_replica(replica) for replica in replicas])
+        if wanted is None:
+            return None
+        named = [id_ for ids in wanted.values() for id_ in ids]
+        if sorted(named) != sorted(known) or not wanted.keys() <= {replica.index for replica in replicas}:
+            what = "returned a share that does not give each response to one of the replicas"
+            raise misused(self.control, "dispatch", what)
+        return {index: [known[id_] for id_ in ids] for index, ids in wanted.items()}
+
 
 _T = TypeVar("_T")
 

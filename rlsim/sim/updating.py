@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import proxy
 
 import simpy
 
 from rlsim.sim.moment import IDLE, when_over
+from rlsim.sim.node import Node, active
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.replica import Replica
 from rlsim.sim.request import UpdatedKv
-from rlsim.sim.view import RolloutState
 
 
 class Pull(NamedTuple):
@@ -29,14 +28,12 @@ class Pull(NamedTuple):
 class WeightUpdates:
     """Has the replicas of a rollout stand still, and go on with other weights."""
 
-    def __init__(self, rollout: RolloutState, recorder: Recorder, version: int) -> None:
+    def __init__(self, env: simpy.Environment, recorder: Recorder, nodes: Sequence[Node], version: int) -> None:
         self.version = version  # the newest that a replica may take
         self.together = version  # of the last update of all: no replica begins with older weights
-        self._env, self._recorder = rollout.env, recorder
-        self._rollout = proxy(rollout)  # which holds this one: a cycle would keep its requests
+        self._env, self._recorder, self._nodes = env, recorder, nodes
         self._kv: UpdatedKv = "recompute"  # in the last update
         self._paused: list[simpy.Event] | None = None  # while an update of all goes on, by replica: it stands still
-        self._switched: simpy.Event | None = None  # a node has changed its layout, while that is waited for
         self._pull: Pull | None = None
         self._pulling: set[int] = set()  # replicas
 
@@ -47,19 +44,20 @@ class WeightUpdates:
 
         A node that changes its layout finishes that, and starts with its new replicas standing still.
         """
-        self._kv, self._paused = kv, [replica.pause(kv) for replica in self._rollout.active()]
+        self._kv, self._paused = kv, [replica.pause(kv) for replica in active(self._nodes)]
         return self._env.process(self._stand_still(self._paused))
 
     def _stand_still(self, paused: list[simpy.Event]) -> Generator[simpy.Event, Any, None]:
-        while self._rollout._switching or not all(event.triggered for event in paused):
-            yield simpy.AllOf(self._env, paused)
-            if self._rollout._switching:
-                self._switched = self._env.event()
-                yield self._switched
+        def awaited() -> list[simpy.Event]:
+            switched = [node.switched for node in self._nodes if node.switched]
+            return [*switched, *(event for event in paused if not event.triggered)]
+
+        while there := awaited():
+            yield simpy.AllOf(self._env, there)
 
     def resume(self, version: int) -> None:
         self.version, self.together, self._paused = version, version, None
-        for replica in self._rollout.active():
+        for replica in active(self._nodes):
             replica.renew(version)
             replica.resume()
 
@@ -67,7 +65,7 @@ class WeightUpdates:
 
     def publish(self, pull: Pull) -> None:
         self.version, self._kv, self._pull = pull.version, pull.kv, pull
-        for replica in self._rollout.active():
+        for replica in active(self._nodes):
             self.refresh(replica)
 
     def refresh(self, replica: Replica) -> None:
@@ -103,10 +101,6 @@ class WeightUpdates:
         for replica in replicas:
             if replica.version < self.version:
                 when_over(self._env, IDLE, partial(self.refresh, replica))  # it may get requests at this moment
-
-    def switched(self) -> None:
-        if self._switched and not self._switched.triggered:
-            self._switched.succeed()
 
     def keeps(self, version: int, now: int) -> bool:
         """Whether KV cache of the weights of that version is of use under those that there are now."""

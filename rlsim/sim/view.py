@@ -3,85 +3,56 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import NamedTuple
 
 import simpy
 
 from rlsim.sim.gpus import Borrowable, Borrowing
+from rlsim.sim.node import Node, active
 from rlsim.sim.replica import Replica
 from rlsim.sim.request import Request
 
 
 class RolloutState:
-    """Where a rollout stands: `Rollout` changes it, its control sees it as a `RolloutView`.
+    """Where a rollout stands: `Rollout` changes it, its control sees it as a `RolloutView`."""
 
-    It has the GPUs of `mesh`, node by node, each in the layout of `tp`, and those that `borrowing` may bring.
-    """
-
+    env: simpy.Environment
+    nodes: Sequence[Node]
+    borrowing: Borrowing | None
+    started_at: float
     cap_tokens: int  # the longest a response can get
     label: str  # the kind of round
     backlog_s: Callable[[], float]  # of training that may borrow GPUs
-    missing_share: Callable[[], float] | None  # of the batch; None: what is unfinished of all that was launched
-
-    def __init__(
-        self,
-        env: simpy.Environment,
-        requests: Iterable[Request],
-        mesh: Sequence[tuple[int, ...]],
-        tp: int,
-        borrowing: Borrowing | None,
-    ) -> None:
-        self.env = env
-        self.started_at = env.now
-        self.borrowing = borrowing
-        self._requests = {request.id: request for request in requests}
-        self.launched = len(self._requests)  # so far
-        self.own_nodes = len(mesh)  # the first; the others are those of GPUs of training
-        self.mesh = (*mesh, *(borrowing.there.mesh if borrowing else ()))
-        self.finished = 0  # responses finished so far
-        self.finished_lengths: list[int] = []  # of these, where a control is asked
-        self.finished_tokens = (0, 0)  # lengths of the shortest and the longest of them
-        self._unfinished = len(self._requests)
-        self._unfinished_on = dict.fromkeys(range(len(self.mesh)), 0)
-        self._tp = dict.fromkeys(range(len(self.mesh)), borrowing.there.tp if borrowing else tp)
-        self._tp |= dict.fromkeys(range(self.own_nodes), tp)
-        self._used_tps: dict[int, set[int]] = {}  # by node: degrees of this run
-        self._active: dict[int, list[Replica]] = {node: [] for node in self._tp}
-        self._switching: set[int] = set()
-        self._just_finished: set[int] = set()
-        self.lent: list[Replica] = []  # released, their GPUs not taken back
-        self.launching = False  # prompts begin at this moment, or when the weights that are on their way have come
+    batch_missing: Callable[[], float] | None  # share of the batch; None: what is unfinished of all that was launched
+    by_id: dict[int, Request]  # in the order of their launch: all but what `Rollout.forget` was told
+    launched: int  # requests so far
+    unfinished: int  # of these, those neither finished, aborted nor paused
+    finished = 0  # responses so far
+    finished_lengths: list[int]  # of these, where a control is asked
+    finished_tokens = (0, 0)  # lengths of the shortest and the longest of them
+    lent: list[Replica]  # released, their GPUs not taken back
+    launching = False  # prompts begin at this moment, or when the weights that are on their way have come
 
     @property
     def requests(self) -> list[Request]:
-        """Those that it knows, in the order of their launch: all but sub-agents and what `Rollout.forget` was told."""
-        return [request for request in self._requests.values() if not request.parent]
+        """Those that it knows but sub-agents, in the order of their launch."""
+        return [request for request in self.by_id.values() if not request.parent]
+
+    def active(self) -> list[Replica]:
+        """Replicas that have not been told to stop, by index."""
+        return active(self.nodes)
 
     @property
-    def unfinished(self) -> int:
-        return self._unfinished
+    def borrowed(self) -> list[Replica]:
+        return [replica for node in self.nodes if not node.own for replica in active([node])]
 
     @property
     def size(self) -> int:
         """How many replicas the layouts of its own nodes have, without those that are lent, with those borrowed."""
-        own = sum(len(gpus) // self._tp[node] for node, gpus in enumerate(self.mesh[: self.own_nodes]))
+        own = sum(len(node.gpus) // node.tp for node in self.nodes if node.own)
         return own - len(self.lent) + len(self.borrowed)
-
-    @property
-    def borrowed(self) -> list[Replica]:
-        return [replica for node in range(self.own_nodes, len(self.mesh)) for replica in self.active(node)]
-
-    def active(self, node: int | None = None) -> list[Replica]:
-        """Replicas that have not been told to stop, of one node or of all, by index."""
-        return sorted(self.there(node), key=attrgetter("index"))
-
-    def there(self, node: int | None = None) -> Iterator[Replica]:
-        """The same in no particular order."""
-        nodes = self._active if node is None else (node,)
-        return (replica for n in nodes for replica in self._active[n] if replica.stopped is None)
 
 
 class RequestView(NamedTuple):
@@ -148,16 +119,12 @@ class RolloutView:
     @property
     def nodes(self) -> tuple[int, ...]:
         """The nodes of generation's own GPUs that have active replicas and are not switching."""
-        rollout = self._rollout
-        own = range(rollout.own_nodes)
-        return tuple(n for n in own if n not in rollout._switching and rollout.active(n))
+        return tuple(n.number for n in self._rollout.nodes if n.own and not n.switched and active([n]))
 
     @property
     def finished_nodes(self) -> tuple[int, ...]:
         """Those of `nodes` on which responses have just finished, or paused as their budgets are used up."""
-        rollout = self._rollout
-        nodes = [n for n in sorted(rollout._just_finished) if n < rollout.own_nodes]
-        return tuple(n for n in nodes if n not in rollout._switching and rollout.active(n))
+        return tuple(number for number in self.nodes if self._rollout.nodes[number].just_finished)
 
     @property
     def finished(self) -> int:
@@ -180,35 +147,34 @@ class RolloutView:
 
     def unfinished(self, node: int | None = None) -> int:
         """Requests neither finished, aborted nor paused; of a node, without those at tools or on their way. Cheap."""
-        rollout = self._rollout
-        return rollout._unfinished if node is None else rollout._unfinished_on[node]
+        return self._rollout.unfinished if node is None else self._rollout.nodes[node].unfinished
 
     def generated(self, node: int) -> Mapping[int, int]:
         """How many of the node's unfinished requests have generated how many tokens. Cheap."""
-        first, *others = [replica.generated() for replica in self._rollout.active(node)] or [Counter()]
+        first, *others = [replica.generated() for replica in active([self._rollout.nodes[node]])] or [Counter()]
         for found in others:
             first.update(found)
         return first
 
     def context_tokens(self, node: int) -> int:
         """Prompt and generated tokens of all unfinished requests of the node. Cheap."""
-        return sum(replica.context_tokens() for replica in self._rollout.active(node))
+        return sum(replica.context_tokens() for replica in active([self._rollout.nodes[node]]))
 
     def requests_on(self, node: int) -> Mapping[int, int]:
         """How many unfinished requests each active replica of the node has, by the replica's index. Cheap."""
-        return {replica.index: replica.unfinished for replica in self._rollout.active(node)}
+        return {replica.index: replica.unfinished for replica in active([self._rollout.nodes[node]])}
 
     def gpus(self, node: int) -> int:
         """How many of the node's GPUs generate; they all have one layout."""
-        return len(self._rollout.mesh[node])
+        return len(self._rollout.nodes[node].gpus)
 
     def tp(self, node: int) -> int:
         """The node's present tensor-parallel degree."""
-        return self._rollout._tp[node]
+        return self._rollout.nodes[node].tp
 
     def used_tps(self, node: int) -> frozenset[int]:
         """Degrees that this node has used before in the run: their communication groups exist."""
-        return frozenset(self._rollout._used_tps[node])
+        return frozenset(self._rollout.nodes[node].used_tps)
 
     @property
     def idle(self) -> tuple[int, ...]:
@@ -251,13 +217,14 @@ class RolloutView:
     def batch_missing(self) -> float:
         """What the step that takes responses still lacks, as a share of its batch; 0 while none takes any."""
         rollout = self._rollout
-        if rollout.missing_share:
-            return rollout.missing_share()
-        return rollout._unfinished / rollout.launched if rollout.launched else 0.0
+        if rollout.batch_missing:
+            return rollout.batch_missing()
+        return rollout.unfinished / rollout.launched if rollout.launched else 0.0
 
     def replicas(self, node: int | None = None) -> tuple[ReplicaView, ...]:
         """The active replicas of one node or of all, with their requests."""
-        return tuple(view_of_replica(replica) for replica in self._rollout.active(node))
+        nodes = self._rollout.nodes if node is None else [self._rollout.nodes[node]]
+        return tuple(map(view_of_replica, active(nodes)))
 
 
 def view_of(request: Request, context: int, running: bool) -> RequestView:
