@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import Command, tables
+from conftest import Command, sample, tables
 
 import rlsim
 from rlsim.base.catalogue import data_dir
@@ -125,6 +125,16 @@ def test_every_split_of_the_gpus_between_generation_and_training_is_an_option(
     found = [split.experiment(option) for option in axis.options]
     assert {one.cluster for one in found} == {loaded.experiment.cluster}
     assert [next(iter(one.systems[0]["use"][0].values()))["rollout_gpus"] for one in found] == splits
+
+
+@pytest.mark.parametrize(("given", "moved"), [((), 1.0), (("--optimizer-cpu-offload",), 0.0)])
+def test_slimes_optimizer_is_tried_where_it_is_not(tmp_path: Path, given: tuple[str, ...], moved: float) -> None:
+    (tmp_path / "run.sh").write_text(sample("frameworks/slime.sh"))
+    slime = Configuration("slime", (str(tmp_path / "run.sh"), *given), Options(tmp_path, "h100"))
+    loaded = LoadedExperiment.of(slime.experiment({}), tmp_path)
+    (axis,) = (axis for axis in axes_of(loaded) if "--optimizer-cpu-offload" in axis.name)
+    (option,) = axis.options
+    assert slime.experiment(option).training.cpu_optimizer == moved != loaded.experiment.training.cpu_optimizer
 
 
 def test_what_takes_more_gpus_than_are_allowed_does_not_count() -> None:

@@ -105,6 +105,7 @@ def facts_of(loaded: LoadedExperiment) -> dict[str, Any]:
         "v1": "verl_fully_async" in policies and parameters.get("per_replica", 0) is None,
         "megatron": training.backend == "megatron", "fsdp": training.backend == "fsdp",
         "dynamic": training.micro_batch_sequences is None, "experts": loaded.model.num_experts > 0,
+        "cpu_optimizer": training.cpu_optimizer > 0,
         "acts": loaded.environment is not None,
         "most_sandboxes": experiment.environment.sandboxes or experiment.workflow.batch,
         "drafts": drafts is not None, "most_drafted": most_drafted, "chain": not (drafts and drafts.num_draft_tokens),
