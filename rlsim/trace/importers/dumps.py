@@ -31,7 +31,7 @@ _READ: dict[str, Callable[[Row, str], Any]] = {
     "step": Row.step, "group": Row.whole, "prompt": Row.text, "prompt_text": Row.text, "response_text": Row.text,
     "reward": Row.number,
 }  # fmt: skip
-_MOST_TEXTS, _MOST_CHARACTERS = 512, 4_000_000  # tokenized at a time
+_MOST_ROWS, _MOST_CHARACTERS = 512, 4_000_000  # whose texts are tokenized at a time
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,7 @@ class _Collector:
         self._texts_of_step: list[list[str]] = [[], []]  # digests of the step before and of this one
         self._step_read: int | None = None
         self._prompt_lengths: dict[int, int] = {}
-        self._turns: dict[int, tuple[list[int], list[float | None]]] = {}  # of a row: tokens in turn, seconds of tools
-        self._texts: list[tuple[Any, int, str]] = []  # where the tokens of a text go, and its place there
+        self._waiting: list[tuple[dict[str, Any], Row]] = []  # for their texts to be counted
         self._characters = 0
 
     def add(self, fields: dict[str, Any], row: Row) -> None:
@@ -133,16 +132,47 @@ class _Collector:
             return
         if "prompt_id" in given:
             fields |= {"prompt": str(given["prompt_id"]), "group": None}
-        code = self._code(fields)
+        self._waiting.append((fields | {"given": given}, row))
+        self._characters += sum(map(len, _texts(fields)))
+        if self._tokenizer is None or len(self._waiting) >= _MOST_ROWS or self._characters >= _MOST_CHARACTERS:
+            self._take()
+
+    def _take(self) -> None:
+        """The rows that wait, with their texts counted all at once."""
+        counts = dict[str, int]()
         if self._tokenizer is not None:
-            self._wait(len(self._step), code, fields)
-        for name, values in self._values.items():
-            values.append(given[name] if name in given else fields.get(name))
-        self._prompt.append(code)
-        self._step.append(fields["step"])
-        self.places.append((row.file, row.place))
-        if len(self._texts) >= _MOST_TEXTS or self._characters >= _MOST_CHARACTERS:
-            self._tokenize()
+            texts = list(dict.fromkeys(text for fields, _ in self._waiting for text in _texts(fields)))
+            counts = dict(zip(texts, self._tokenizer.count(texts), strict=True))
+        for fields, row in self._waiting:
+            code, given = self._code(fields), fields["given"]
+            if self._tokenizer is not None:
+                self._count(fields, code, counts)
+            for name, values in self._values.items():
+                values.append(given[name] if name in given else fields.get(name))
+            self._prompt.append(code)
+            self._step.append(fields["step"])
+            self.places.append((row.file, row.place))
+        self._waiting, self._characters = [], 0
+
+    def _count(self, fields: dict[str, Any], code: int, counts: Mapping[str, int]) -> None:
+        """Lengths in the place of texts; no response is longer than the cap: it was none when it was sampled."""
+        prompt, response, turns = fields.get("prompt_text"), fields.get("response_text"), fields.get("turn_texts")
+        if prompt and "prompt_tokens" not in self._asked:
+            self._prompt_lengths.setdefault(code, counts[prompt])
+        if turns:
+            fields["turns"] = [
+                Turn(max(1, counts[made]), counts[seen], nan if tool_s is None else tool_s)
+                for made, seen, tool_s in turns
+            ]
+            fields["response_tokens"] = response_tokens(tuple(fields["turns"]))
+        elif response:
+            fields["response_tokens"] = max(1, counts[response])
+        if not turns and self._cap is not None and fields["response_tokens"] > self._cap:
+            self.tally[
+                f"{{n}} responses are longer than the cap of {self._cap} tokens when tokenized again (decoding "
+                "does not always round-trip): taken as cut there"
+            ] += 1
+            fields["response_tokens"] = self._cap
 
     def _repeated(self, fields: Fields) -> bool:
         if fields["step"] != self._step_read:
@@ -163,50 +193,9 @@ class _Collector:
                 turn = groups.setdefault(str(group), len(groups))
         return self._codes.setdefault((name, turn), len(self._codes))
 
-    def _wait(self, index: int, code: int, fields: Fields) -> None:
-        prompt, response = fields.get("prompt_text") or "", fields.get("response_text") or ""
-        if prompt and "prompt_tokens" not in self._asked and code not in self._prompt_lengths:
-            self._prompt_lengths[code] = 0
-            self._texts.append((self._prompt_lengths, code, prompt))
-        turns = fields.get("turn_texts")
-        if turns:
-            counts, seconds = [0] * 2 * len(turns), [tool_s for *_, tool_s in turns]
-            self._turns[index] = counts, seconds
-            self._texts += [(counts, i, text) for i, text in enumerate(text for turn in turns for text in turn[:2])]
-            response = "".join(turn[0] + turn[1] for turn in turns)
-        elif response:
-            self._texts.append((self._values["response_tokens"], index, response))
-        self._characters += len(prompt) + len(response)
-
-    def _tokenize(self) -> None:
-        if self._tokenizer is None or not self._texts:
-            return
-        counts = self._tokenizer.count([text for *_, text in self._texts])
-        for (place, index, _), count in zip(self._texts, counts, strict=True):
-            place[index] = max(1, count) if place is self._values["response_tokens"] else count
-        self._texts, self._characters = [], 0
-
-    def _settle_counts(self) -> None:
-        """Turns of what was counted, and no response that is longer than the cap: it was none when it was sampled."""
-        lengths = self._values["response_tokens"]
-        for row, (counts, seconds) in self._turns.items():
-            turns = [
-                Turn(max(1, made), seen, nan if tool_s is None else tool_s)
-                for made, seen, tool_s in zip(counts[::2], counts[1::2], seconds, strict=True)
-            ]
-            self._values["turns"][row], lengths[row] = turns, response_tokens(tuple(turns))
-        for row, length in enumerate(lengths if self._tokenizer is not None and self._cap is not None else ()):
-            if row not in self._turns and length > self._cap:
-                self.tally[
-                    f"{{n}} responses are longer than the cap of {self._cap} tokens when tokenized again (decoding "
-                    "does not always round-trip): taken as cut there"
-                ] += 1
-                lengths[row] = self._cap
-
     def frame(self) -> tuple[pd.DataFrame, list[str]]:
         """The columns of rlsim's schema that something filled, and what has to be said."""
-        self._tokenize()
-        self._settle_counts()
+        self._take()
         prompt = np.array(self._prompt, np.int64)
         if any(self._prompt_lengths.values()):
             self._values["prompt_tokens"] = [self._prompt_lengths.get(code) or None for code in self._prompt]
@@ -235,6 +224,12 @@ class _Collector:
         if 1 < len(self._step) == len(self._codes):
             notes.append("no two responses share a prompt: how alike those of one prompt are is not known")
         return frame, notes
+
+
+def _texts(fields: Fields) -> list[str]:
+    """The texts of a response that have to be counted: of its prompt, and its own or those of its turns."""
+    prompt, response, turns = (fields.get(key) or "" for key in ("prompt_text", "response_text", "turn_texts"))
+    return [prompt, *([text for turn in turns for text in turn[:2]] if turns else [response])]
 
 
 def epochs(step: Sequence[int], prompt: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
