@@ -3,13 +3,17 @@
 import ast
 import contextlib
 import re
+import tempfile
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 from conftest import cases, invoke, sample
+from hypothesis import given
 from test_init import SCRIPT, some
 from test_init import given as options
 
@@ -30,10 +34,13 @@ from rlsim.frameworks.mapping import FUNCTIONS, Reading, names
 from rlsim.frameworks.names import find_cluster
 from rlsim.frameworks.nemo import from_nemo
 from rlsim.frameworks.parts import ENGINES, Options, check
-from rlsim.frameworks.settings import Kind, Settings
+from rlsim.frameworks.settings import COUNT, FLAG, SHARE, TEXT, WHOLE, Kind, Settings
 from rlsim.frameworks.skyrl import from_skyrl
+from rlsim.frameworks.skyrl import takes as skyrl_takes
 from rlsim.frameworks.slime import from_slime
+from rlsim.frameworks.slime import takes as slime_takes
 from rlsim.frameworks.sources import parsed, read_sources
+from rlsim.frameworks.verl.config import takes as verl_takes
 from rlsim.frameworks.verl.experiment import from_verl
 from rlsim.frameworks.verl.run import TrainingArguments
 from rlsim.models.hardware import load_gpu
@@ -431,6 +438,46 @@ def test_what_a_framework_does_not_start_with(
 def test_mistakes(tmp_path: Path, reader: str, settings: list[str], more: dict[str, Any], message: str) -> None:
     with pytest.raises(RlsimError, match=message):
         READERS[reader](tmp_path, *settings, **more)
+
+
+# Both ways ------------------------------------------------------------------------------------------------------------
+
+#: A script that has some of its words in quotes.
+QUOTED = SCRIPT.replace("data.train_batch_size=64", "'data.train_batch_size=64'").replace(
+    "trainer.n_gpus_per_node=8", '"trainer.n_gpus_per_node=8"'
+)
+#: Of each framework a configuration, the end of its file's name, and what reads its settings.
+SETTINGS: dict[str, tuple[str, str, Callable[[list[str]], Settings]]] = {
+    "verl": (QUOTED, ".sh", lambda files: read_sources(files, "veRL", "--from-verl", "verl", verl_takes)),
+    "nemo": (BASE, ".yaml", lambda files: read_sources(files, "NeMo-RL", "--from-nemo", "nemo")),
+    "areal": (AREAL, ".yaml", lambda files: read_sources(files, "AReaL", "--from-areal", "areal")),
+    "slime": (SLIME, ".sh", lambda files: read_sources(files, "slime", "--from-slime", "slime", slime_takes)),
+    "skyrl": (SKYRL, ".sh", lambda files: read_sources(files, "SkyRL", "--from-skyrl", "skyrl", skyrl_takes)),
+}
+#: Values of settings, by the kinds that most have.
+OF_KIND = {
+    FLAG: st.booleans(), WHOLE: st.integers(1, 10**9), COUNT: st.integers(0, 10**9), SHARE: st.floats(0.01, 1.0),
+    TEXT: st.sampled_from(("org/Model-1.5B", "a.b_c-d", "x1")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("of", SETTINGS)
+@given(data=st.data())
+@hypothesis.settings(max_examples=8, deadline=None)
+def test_changes_that_are_written_are_read_again_and_nothing_else_changes(of: str, data: st.DataObject) -> None:
+    text, end, read = SETTINGS[of]
+    known = {keys[0]: kind for kind, keys in names(of).values() if kind in OF_KIND and keys[0] != "program"}
+    chosen = data.draw(st.lists(st.sampled_from(sorted(known)), min_size=1, max_size=6, unique=True))
+    changes = {key: data.draw(OF_KIND[known[key]], label=key) for key in chosen}
+    with tempfile.TemporaryDirectory() as folder:
+        before, after = Path(folder) / f"own{end}", Path(folder) / f"tuned{end}"
+        before.write_text(text)
+        write_changes(before, changes, after)
+        was, now = read([str(before)]), read([str(after)])
+    off = {key for key, value in changes.items() if key.startswith("--") and value is False}  # such flags are taken out
+    assert {key: now.given.get(key, False) for key in changes} == changes
+    assert now.given.keys() == (was.given | changes).keys() - off
+    assert now.doubts.keys() == was.doubts.keys() - changes.keys()
 
 
 # The command ----------------------------------------------------------------------------------------------------------

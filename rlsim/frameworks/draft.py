@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -145,6 +145,8 @@ def written(value: Any) -> str:
 _OPEN = re.compile(r"\.(engine_kwargs|override_\w+|vllm_kwargs)\.")
 #: A line of a command that sets a key: what is before and behind the value.
 _SETS = r"^(?P<before>\s*['\"]?\+{{0,2}}{key}=).*?(?P<behind>['\"]?(?:\s+\"?\$[@{{]\S*)*(?:\s*\\)?)$"
+#: What begins a word behind a flag that is none of its values: another flag, an array of them, the end of the command.
+_NO_VALUE = r"--|[\\#)|&;]|\d*[<>]|['\"]?\$(?:@|\{\w+\[)"
 _ANY_KEY = r"[a-z]\w*(?:\.\w+)+"
 
 
@@ -204,21 +206,25 @@ def _script(text: str, changes: Mapping[str, Any], source: Path) -> str:
     lines = text.split("\n")
     for key, value in changes.items():
         setting = re.compile(_SETS.format(key=re.escape(key)))
-        places = [i for i, line in enumerate(lines) if setting.match(line)]
-        for i in places:
-            found = setting.match(lines[i])
-            assert found is not None
-            lines[i] = (
-                f"{found['before']}{override(key, value).partition('=')[2]}{found['behind'].lstrip(chr(39) + chr(34))}"
-            )
-        if not places:
-            some = [i for i, line in enumerate(lines) if re.match(_SETS.format(key=_ANY_KEY), line)]
-            if not some:
-                raise ConfigError(f"{source}: no line of it sets a key: add the lines above to your command")
-            indent = re.match(r"\s*", lines[some[-1]])
-            assert indent is not None
-            lines.insert(some[-1], f"{indent[0]}{override(key, value)} \\")
+        found = {i: there for i, line in enumerate(lines) if (there := setting.match(line))}
+        for i, there in found.items():
+            new, behind = override(key, value).partition("=")[2], there["behind"].lstrip("'\"")
+            if there["before"].lstrip()[0] in "'\"":  # quotes around key and value
+                new, behind = written(value), there["behind"]
+            lines[i] = f"{there['before']}{new}{behind}"
+        if not found:
+            at, there = _last(lines, re.compile(_SETS.format(key=_ANY_KEY)), "sets a key", source)
+            indent = there[0].removesuffix(there[0].lstrip())
+            lines.insert(at, f"{indent}{override(key, value)} \\")
     return "\n".join(lines)
+
+
+def _last(lines: Sequence[str], form: re.Pattern[str], does: str, source: Path) -> tuple[int, re.Match[str]]:
+    """The last line of that form; raises `ConfigError` if none of `source` has it."""
+    for at in reversed(range(len(lines))):
+        if found := form.match(lines[at]):
+            return at, found
+    raise ConfigError(f"{source}: no line of it {does}: add the lines above to your command")
 
 
 def _flags(text: str, changes: Mapping[str, Any], source: Path) -> str:
@@ -226,7 +232,7 @@ def _flags(text: str, changes: Mapping[str, Any], source: Path) -> str:
     lines = text.split("\n")
     for key, value in changes.items():
         new = "" if value is None or value is False else override(key, value)
-        setting = re.compile(rf"(?<![\w-]){re.escape(key)}(?![\w-])(?:[ =]+(?!--|[\\#)])[^\s\\]+)*")
+        setting = re.compile(rf"(?<![\w-]){re.escape(key)}(?![\w-])(?:[ =]+(?!{_NO_VALUE})[^\s\\]+)*")
         if key == "program":
             setting, new = re.compile(r"\btrain(?:_async)?\.py\b"), str(value)
         places = [i for i, line in enumerate(lines) if setting.search(line) and not line.lstrip().startswith("#")]
@@ -235,10 +241,6 @@ def _flags(text: str, changes: Mapping[str, Any], source: Path) -> str:
             if lines[i].strip() in ("", "\\"):
                 del lines[i]
         if new and not places:
-            flag = re.compile(r"(\s*)--[a-z][^\\]*(\\?)$")
-            some = [(i, found) for i, line in enumerate(lines) if (found := flag.match(line))]
-            if not some:
-                raise ConfigError(f"{source}: no line of it begins with a flag: add the lines above to your command")
-            at, found = some[-1]
+            at, found = _last(lines, re.compile(r"(\s*)--[a-z][^\\]*(\\?)$"), "begins with a flag", source)
             lines.insert(at, f"{found[1]}{new} {found[2]}".rstrip())
     return "\n".join(lines)
