@@ -299,7 +299,7 @@ def test_idle_gpus_have_a_cause_where_they_are_idle() -> None:
         shares = pd.DataFrame([dict.fromkeys(CAUSES, 0.0) | {"idle": idle, "kv_limit": idle}])
         return Parts(shares, pd.DataFrame(), pd.DataFrame(), pd.DataFrame())
 
-    assert _idle(parts(0.02)) == "; GPUs are idle for 2%, most of it for kv limit"
+    assert _idle(parts(0.02)) == "; GPUs are idle for 2%, most of it for KV cache or max_num_seqs"
     assert _idle(parts(0.004)) == "; GPUs are idle for 0%"
 
 

@@ -277,10 +277,14 @@ def _parts(parts: Parts) -> Iterator[Table]:
     yield Table.of("What fits: the other calls, GB", written("calls", parts.memory_calls))
     causes = [name for name in parts.idle.columns if name != "busy"]
     means = parts.idle[causes].mean()
-    rows = [[name.replace("_", " "), share(means[name], 1)] for name in causes]
+    rows = [[_cause(name), share(means[name], 1)] for name in causes]
     barriers = [[f"stage barrier: {row['waits_for'] or 'nothing runs'}", share(row["share"], 1)]
                 for row in parts.waits.to_dict("records")]  # fmt: skip
     yield Table("", ["idle, by cause", "share of GPU time"], [*rows, *barriers])
+
+
+def _cause(name: str) -> str:
+    return "KV cache or max_num_seqs" if name == "kv_limit" else name.replace("_", " ")
 
 
 def _idle(parts: Parts | None) -> str:
@@ -289,7 +293,7 @@ def _idle(parts: Parts | None) -> str:
     if parts is None:
         return ""
     means = parts.idle[["idle", *CAUSES]].mean()
-    cause = str(means[list(CAUSES)].idxmax()).replace("_", " ")
+    cause = _cause(str(means[list(CAUSES)].idxmax()))
     idle = share(means["idle"], 0)
     return f"; GPUs are idle for {idle}" + f", most of it for {cause}" * (idle != share(0.0, 0))
 
