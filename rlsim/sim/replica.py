@@ -164,7 +164,6 @@ class Replica:
         others = [*self._scheduler.remove(ids), *(r for r in self._arrivals if r.id in ids)]
         for request in others:
             request.kv_arrived = False
-        for request in others:
             self._scheduler.unpin(request)
         self._arrivals = [r for r in self._arrivals if r.id not in ids]
         left_at = self._stopped_at if not isnan(self._stopped_at) else self.env.now

@@ -15,10 +15,13 @@ from typing import Any, NamedTuple
 import simpy
 
 from rlsim.cost.step import Chunk, StepCost
-from rlsim.sim.moment import until_over
+from rlsim.sim.moment import Sleep, until_over
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.replica import Replica
 from rlsim.sim.request import EngineConfig, Request
+
+#: Told when a replica's GPUs begin to have work, and when they have none left.
+OnBusy = Callable[[tuple[int, ...], bool], None]
 
 
 class RewardModelEngine(NamedTuple):
@@ -36,10 +39,7 @@ class RewardModelEngine(NamedTuple):
 
 
 class InferenceServer:
-    """Replicas of an inference engine; a request goes to the one with the fewest tokens outstanding.
-
-    `on_busy` is told when a replica's GPUs begin to have work and when they have none left.
-    """
+    """Replicas of an inference engine; a request goes to the one with the fewest tokens outstanding."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class InferenceServer:
         config: EngineConfig,
         recorder: Recorder,
         node_of: Callable[[int], int],
-        on_busy: Callable[[tuple[int, ...], bool], None] | None = None,
+        on_busy: OnBusy | None = None,
     ) -> None:
         numbers = itertools.count(1)
         self._replicas = [
@@ -63,7 +63,7 @@ class InferenceServer:
         self.closed = env.event()  # fires when it is closed
 
     def submit(self, request: Request, on_answer: Callable[[], None]) -> None:
-        index = min(range(len(self._tokens)), key=lambda i: (self._tokens[i], i))
+        index = min(range(len(self._tokens)), key=self._tokens.__getitem__)
         replica = self._replicas[index]
         if self._on_busy and not self._tokens[index]:
             self._on_busy(replica.gpus, True)
@@ -112,10 +112,6 @@ class InferenceServer:
             self._on_busy(replica.gpus, False)
 
 
-#: Told when a replica's GPUs begin to have work, and when they have none left.
-OnBusy = Callable[[tuple[int, ...], bool], None]
-
-
 @dataclass(slots=True, eq=False)
 class _Sequence:
     """A response as the scoring model has it."""
@@ -159,7 +155,7 @@ class _PrefillReplica:
         self._working: list[_Sequence] = []
         self._cut: _Sequence | None = None  # the one of these that gets less than it has waiting
         self._closed = False
-        self._news = env.event()
+        self._sleep = Sleep(env)  # while there is nothing to do
         env.process(self._run())
 
     def add(self, sequence: _Sequence, tokens: int) -> None:
@@ -185,8 +181,8 @@ class _PrefillReplica:
         self._wake()
 
     def _wake(self) -> None:
-        if not self._news.triggered:
-            self._news.succeed()
+        if self._sleep.lasts:
+            self._sleep.cut(self._env.now)
 
     def _run(self) -> Generator[simpy.Event, Any, None]:
         env = self._env
@@ -196,9 +192,8 @@ class _PrefillReplica:
                 self._say(False)
                 if self._closed:
                     return
-                if self._news.triggered:
-                    self._news = env.event()
-                yield self._news
+                self._sleep = Sleep(env)
+                yield self._sleep
                 continue
             self._say(True)
             work = self._take()
