@@ -613,12 +613,8 @@ def drafted(draw: st.DrawFn, works: st.SearchStrategy[Workload]) -> Workload:
     """A random workload whose steps yield what is drawn."""
     work, common = draw(works), draw(st.sampled_from([0.0, 0.5]))
 
-    # A sub-agent that no replica has taken yet outlives a trajectory that loses its sandbox, so none of these has any.
-    agents = work.tools is not None and work.tools.restarts < 0
-
     def with_draws(given: Sequence[RefRequest]) -> tuple[RefRequest, ...]:
-        tools = [r.tools if agents else tuple(call[:3] for call in r.tools) for r in given]
-        return tuple(replace(r, acceptance=((r.id,), common), tools=t) for r, t in zip(given, tools, strict=True))
+        return tuple(replace(r, acceptance=((r.id,), common)) for r in given)
 
     costs = draw(by_chance(work.costs))
     return replace(work, costs=costs, requests=with_draws(work.requests), resumed=with_draws(work.resumed))
