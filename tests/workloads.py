@@ -442,9 +442,9 @@ def any_controls(requests: int, gpus: int) -> st.SearchStrategy[Scripted]:
 
 
 @st.composite
-def tool_calls(draw: st.DrawFn, id_: int, length: int, done: int) -> tuple[tuple[Any, ...], ...]:
+def tool_calls(draw: st.DrawFn, id_: int, length: int, done: int, later: bool = False) -> tuple[tuple[Any, ...], ...]:
     """Those ahead of a response of so many tokens that has `done` of them: after how many, tokens observed, seconds,
-    and perhaps sub-agents that need no more room; of no two requests these are alike."""
+    and perhaps sub-agents that need no more room, `later` than the call; of no two requests these are alike."""
     seed, calls = draw(st.integers(0, 2**32)), list[tuple[Any, ...]]()
     rng, own = random.Random(seed), random.Random(100 * seed + id_)
 
@@ -454,7 +454,8 @@ def tool_calls(draw: st.DrawFn, id_: int, length: int, done: int) -> tuple[tuple
             prompt = own.randint(1, room // 2)
             size = own.randint(1, room - prompt)
             call = ((own.randint(1, size - 1), 0, own.uniform(1e-3, 1.0), agents(room // 2)),) if size > 1 else ()
-            found.append((prompt, size, call, own.choice([0.0, own.uniform(0, 1.0)]), own.choice([0.0, own.random()])))
+            begins = own.choice([later * 0.5 * own.random(), own.uniform(0, 1.0)])
+            found.append((prompt, size, call, begins, own.choice([0.0, own.random()])))
         return tuple(found)
 
     after = done + 1
@@ -527,7 +528,8 @@ def workloads(
         lengths = st.sampled_from([usual, usual, usual, usual // 2 + 1, 2 * usual])
     prompts = st.just(prompt) if ties else st.integers(1, 60)
     where = draw(environments()) if agents else None
-    limited = where and where.sandboxes + where.workers  # who of twins is first at one moment is left open
+    # Who of twins is first at one moment is left open, and of those that a waiting call of no time and sub-agents deal.
+    limited = where is not None and where.sandboxes + where.workers > 0
     samples = 1 if limited else draw(st.integers(1, most_samples))
     resumed = draw(st.sampled_from([False, False, False, True]))
     budget_tokens = draw(st.sampled_from([0, 0, 0, 1, 16, 100]))
@@ -537,7 +539,7 @@ def workloads(
         done = draw(st.integers(0, length - 1)) if resumed else 0
         same = prefixes and i % samples > 0
         prompt_tokens = requests[-1].prompt_tokens if same else draw(prompts)
-        tools = draw(tool_calls(i, length, done)) if agents else ()
+        tools = draw(tool_calls(i, length, done, limited)) if agents else ()
         predicted = length * factor if (factor := draw(st.sampled_from([0.0, 0.0, 0.3, 0.99, 1.0, 2.5]))) else 0.0
         requests.append(RefRequest(i, i // samples, prompt_tokens, length, done, budget_tokens, tools, predicted))
 
