@@ -13,13 +13,12 @@ import pickle
 import platform
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from rlsim.calibrate.measure.workers import TIMEOUT, Worker
 
 CAPACITY_BYTES = 1 << 20  # of one rank's buffer; larger tensors go in pieces
 _LINE = 64  # bytes of a cache line: one counter each
@@ -138,12 +137,12 @@ class SharedMemoryRanks(Ranks):
         return buffers
 
 
-def join_ranks(worker: Worker, size: int, file: Path) -> Ranks:
+def join_ranks(worker: Any, size: int, file: Path, timeout: timedelta) -> Ranks:
     """The `size` consecutive workers that `worker` is one of; all workers must join together."""
     if size == 1:
         return Ranks(None, 1, worker.device)
     members = (list(range(first, first + size)) for first in range(0, worker.size, size))
-    group = [dist.new_group(ranks, timeout=TIMEOUT) for ranks in members][worker.rank // size]
+    group = [dist.new_group(ranks, timeout=timeout) for ranks in members][worker.rank // size]
     if worker.device != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
         return Ranks(group, size, worker.device)
     return SharedMemoryRanks(group, size, file, worker.rank % size)

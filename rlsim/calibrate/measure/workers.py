@@ -44,7 +44,7 @@ class Worker:
         if size < 1 or self.size % size:
             raise CalibrationError(f"groups of {size} do not divide {self.size} workers")
         if size not in self._ranks:
-            self._ranks[size] = join_ranks(self, size, self.folder / f"ranks-{size}-{self.rank // size}")
+            self._ranks[size] = join_ranks(self, size, self.folder / f"ranks-{size}-{self.rank // size}", TIMEOUT)
         return self._ranks[size]
 
     @property
