@@ -16,9 +16,10 @@ from workloads import At, LinearStep, StubCosts
 
 from rlsim.errors import PolicyError
 from rlsim.sim import scheduler
-from rlsim.sim.actions import Reconfigure
+from rlsim.sim.actions import Reconfigure, Release
 from rlsim.sim.batching import Batching
 from rlsim.sim.continuous import OpenView, Update
+from rlsim.sim.control import Action
 from rlsim.sim.request import Request, UpdatedKv
 from rlsim.sim.run import simulate
 from rlsim.workflow import Call
@@ -246,6 +247,34 @@ def test_a_replica_that_starts_with_responses_drains_before_it_takes_new_weights
     assert runs(long) == [(0, long.generated)], "which the run ends before"
     assert long.generated == 11
     assert not any("updated" in stays.columns()["left"] for stays in done.outcome.stays)
+
+
+SLOW = StubCosts({tp: LinearStep(a=4.0, p=1 / 8) for tp in (1, 2)}, {1: 10**6, 2: 10**6}, weights_s=6.0)
+
+
+@pytest.mark.parametrize("action", [None, Reconfigure(0, 2), Release((1,))])
+def test_a_run_ends_before_a_replica_has_stopped_that_is_told_to(action: Action | None) -> None:
+    """Both prefill, until 5 s and 6 s; the first has its third token at 13 s, where the other is in its second step."""
+    sizes, second = (((8, 3),), ((16, 20),), ((8, 20),)), (0.25,)
+    rule, control = Rule("under_way", 2, weights=EACH["interrupt"]), At({1: action} if action else {})
+    done = OpenWorkload(sizes, 1, rule, second, second, (2,), costs=SLOW, control=control).simulate()
+    assert done.outcome.step_ends == [13.5]
+    assert (done.requests[1, 0].generated, runs(done.requests[1, 0])) == (2, [(0, 2)])
+    assert [tuple(span[:4]) for span in done.outcome.spans if span.gpus == (1,)] == [
+        ((1,), 0.0, 6.0, "prefill"),
+        ((1,), 6.0, 13.5, "decode"),
+    ]
+    (left,) = done.outcome.stays[1].columns()["left"]
+    assert left == "stopped"
+
+
+def test_a_run_ends_while_a_node_switches() -> None:
+    """Both have two tokens at 3 s, where the switch begins, of 6 s; the first is trained on and pushed until 5 s."""
+    rule, control = Rule("under_way", 2, weights=EACH["interrupt"]), At({1: Reconfigure(0, 2)})
+    sizes = tuple(((8, length),) for length in (2, 20, 20))
+    done = OpenWorkload(sizes, 1, rule, (1.0,), (1.0,), (2,), costs=TWO_LAYOUTS, control=control).simulate()
+    (switch,) = (span for span in done.outcome.spans if span.kind == "switch")
+    assert (switch.gpus, switch.start_at, switch.end_at) == ((0, 1), 3.0, done.outcome.step_ends[-1])
 
 
 @pytest.mark.parametrize("room", [{0: -1}, {0: 1.5}, {"a": 1}, 1.5])

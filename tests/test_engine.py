@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from reference import RefEngine, RefRequest, RefResult, RefStay, RefTools
 from workloads import (
     At,
+    By,
     LinearStep,
     Nothing,
     Ranked,
@@ -33,7 +34,7 @@ from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import Chunk
 from rlsim.models.hardware import load_cluster
 from rlsim.models.model import load_model
-from rlsim.sim.actions import Migrate, Release
+from rlsim.sim.actions import Migrate, Reconfigure, Release
 from rlsim.sim.control import RolloutView
 from rlsim.sim.drawn import AcceptanceDraws
 from rlsim.sim.environment import EnvironmentConfig, Environments
@@ -387,6 +388,21 @@ def test_a_turn_together_waits_for_who_is_told_of_its_sub_agent_at_the_moment_at
     work = replace(work, requests=requests, tools=RefTools(together=True))
     assert [r.finished_at for r in simulate(work)[0].requests] == [8.0, 8.0]
     check(work)
+
+
+def test_sub_agents_of_a_lost_sandbox_end_where_they_came_back_to_a_node_that_was_to_switch() -> None:
+    """One is back at 19 s: one replica stopped at 18 s, its own is to at 21.5 s. Its trajectory's call ends at 20 s."""
+
+    def once(view: RolloutView) -> Reconfigure | None:
+        return Reconfigure(0, 2) if view.finished == 1 and view.tp(0) == 1 and view.nodes else None
+
+    sizes, steps = [(4, 6), (16, 4), (4, 20)], dict.fromkeys((1, 2), LinearStep(a=4.0, p=1 / 8))
+    work = by_hand(sizes, By(once, ()), (2,), steps=steps)
+    agent = 4, 50, ((2, 0, 1.5),), 0.0, 0.0
+    requests = (replace(work.requests[0], tools=((2, 0, 100.0, (agent,)),)), *work.requests[1:])
+    work = replace(work, requests=requests, tools=RefTools(timeout_s=11.0, restarts=1))
+    check(work)
+    assert simulate(work)[0].env.now < 100, "as long as 50 tokens would take"
 
 
 # ------------------------------------------------------------------------------------------- what any rollout keeps

@@ -331,7 +331,7 @@ class Rollout(RolloutState):
         """These are back from their tools: they go on, but for those whose budget is used up."""
         elsewhere, paused, gone = list[Request](), False, False
         for request in requests:
-            home = self._at.get(request.id)
+            home = self._at.pop(request.id, None)
             if request.at_limit:
                 paused = True
                 self.unfinished -= 1
@@ -444,7 +444,7 @@ class Rollout(RolloutState):
             self.done.succeed()
 
     def end(self) -> None:
-        """It has been stopped: all replicas have, and have handed out what they had."""
+        """It has been stopped, or the run is over: all replicas have handed out what they had."""
         self._trajectories.forget(self.by_id.values())
         for node in self.nodes:
             node.end_pause(self.recorder, self.env.now)
@@ -453,10 +453,10 @@ class Rollout(RolloutState):
 
     def break_off(self) -> None:
         """The run is over: bring the tokens of what is running up to date, and take everything out."""
-        for replica in self.active():
+        for replica in self.replicas:  # those that are to stop and have not yet, too
             replica.catch_up()
             self.take(replica, "stopped")
-        self._trajectories.forget(self.by_id.values())
+        self.end()
 
     def close(self) -> None:
         """The rollout is over: note down the spans of replicas that were still there, and let go of the requests."""
