@@ -12,7 +12,9 @@ from ruamel.yaml import YAML
 
 import rlsim
 from rlsim.base.charts import save_chart
+from rlsim.base.output import write_text
 from rlsim.base.reading import MOST_BYTES, parse_yaml, read_yaml
+from rlsim.base.schema import placed
 from rlsim.cli import app
 from rlsim.cli.terminal import Console
 from rlsim.cost.calibration import load_calibration
@@ -34,6 +36,8 @@ HOSTILE = {
     f"seeds: {'- ' * 3000}a": "sequence entries are not allowed here",
     "{[[a]]: 1}": "not valid YAML",
     "name: a\0b": "not valid YAML",
+    "seeds: !!int x": "not valid YAML",
+    "workflow: &a\n  <<: *a": "not valid YAML",
 }
 
 
@@ -90,6 +94,19 @@ def test_an_experiment_without_a_proper_name_is_refused_as_a_sweep_too(tmp_path:
 def test_folded_text_and_dates_are_text() -> None:
     assert parse_yaml(">\n  one\n  line\n\n  and one", "x") == "one line\nand one"
     assert parse_yaml("[2001-12-14, 2001-13-45]", "x") == ["2001-12-14", "2001-13-45"]
+
+
+def test_tags_do_not_change_what_is_read(tmp_path: Path) -> None:
+    text = "{a: !mine [!mine 1, !!binary aGk=], b: !!set {c}, d: !!omap [e: 1], f: !!python/tuple [1, 2]}"
+    read = {"a": ["1", "aGk="], "b": {"c": None}, "d": [{"e": 1}], "f": [1, 2]}
+    assert parse_yaml(text, "x") == read
+    (tmp_path / "x.yaml").write_text("systems: !mine [verl]")
+    assert placed(read_yaml(tmp_path / "x.yaml")["systems"])[0].place == "1:17"
+
+
+def test_text_that_no_file_can_hold_is_written_all_the_same(tmp_path: Path) -> None:
+    write_text(tmp_path / "x.txt", parse_yaml('"a\\ud800"', "x"))
+    assert (tmp_path / "x.txt").read_text() == "a\\ud800"
 
 
 LINK = "{name: l, bytes_per_s: 450 GB/s, latency_s: 1 us}"

@@ -391,6 +391,11 @@ def test_what_verl_does_not_start_with(tmp_path: Path, settings: list[str], rele
     assert any(said in note for note in notes) if said else not notes
 
 
+def test_of_overrides_alone_notes_say_the_configuration(tmp_path: Path) -> None:
+    notes = from_verl(["actor_rollout_ref.model.path=Qwen/Qwen2.5-7B"], given(tmp_path)).notes
+    assert any(note.startswith("the configuration: no micro-batch size is given") for note in notes)
+
+
 def test_every_start_condition_has_a_source_and_words_for_its_names() -> None:
     for row in conditions():
         assert row.at

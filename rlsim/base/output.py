@@ -51,9 +51,9 @@ def atomic_path(path: Path, error: type[RlsimError] = ConfigError) -> Iterator[P
 
 
 def write_text(path: Path, text: str, error: type[RlsimError] = ConfigError) -> None:
-    """A text as a file, by `atomic_path`."""
+    """A text as a file, by `atomic_path`; half a surrogate pair, which UTF-8 has not, is spelled out."""
     with atomic_path(path, error) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def write_bytes(path: Path, data: bytes) -> None:

@@ -23,8 +23,9 @@ MOST_JSON_BYTES = 64 * 1024 * 1024
 #: Whole numbers beyond this fit into no column of a table.
 LARGEST_INT = 2**63 - 1
 
-#: What YAML has types of its own for and rlsim reads as text, as JSON has it: dates, `=` and `<<` as values.
-_TEXTS = {f"tag:yaml.org,2002:{kind}" for kind in ("timestamp", "value", "merge")}
+_TAG = "tag:yaml.org,2002:"
+#: Values that JSON has, too; those with other tags are read as text: dates, `=` and `<<`, what programs tag.
+_VALUES = {f"{_TAG}{kind}" for kind in ("str", "int", "float", "bool", "null")}
 
 
 class SyntaxConfigError(ConfigError):
@@ -145,14 +146,16 @@ def _parsed(text: str, where: str) -> Any:
 
 @cache
 def _constructor() -> type[Any]:
-    """A constructor that refuses numbers which no column holds."""
+    """A constructor of what JSON has, whatever the tags; it refuses numbers which no column holds."""
     from ruamel.yaml.constructor import ConstructorError, RoundTripConstructor
     from ruamel.yaml.nodes import ScalarNode
     from ruamel.yaml.scalarint import ScalarInt
 
     class Constructor(RoundTripConstructor):
         def construct_object(self, node: Any, deep: bool = False) -> Any:
-            if isinstance(node, ScalarNode) and str(node.tag) in _TEXTS:
+            if not isinstance(node, ScalarNode):
+                node.tag = f"{_TAG}{node.id[:3]}"  # a map or seq, whose parts know their places
+            elif node.tag not in _VALUES:
                 return str(node.value)
             value = super().construct_object(node, deep)
             if isinstance(value, int) and abs(value) > LARGEST_INT:

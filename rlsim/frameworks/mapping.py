@@ -46,7 +46,7 @@ class Reading:
         tables = (shipped(f"frameworks/{name}.yaml") for name in (of, "speculation"))
         self.of, self._rows, self.config = of, [row for rows in tables for row in rows], config
         self.facts: dict[str, Any] = {
-            "name": config.name, "program": config.program, "has": config.has, "given": self._given,
+            "name": config.file, "program": config.program, "has": config.has, "given": self._given,
             "key": config.key, "place": self._section, "value": self._told, "each": self._each,
             "need": config.needed, "said": config.said, "whole": config.whole,
             **facts,

@@ -351,7 +351,7 @@ def note_refusals(
     values |= shape_values(actor) | {"megatron": megatron, "vllm": "vLLM" in of, "sglang": "SGLang" in of} | more
     for row in unmet(values, *of, *(["Megatron"] if megatron else []), release=release):
         said = config.said(*(name for name in code_of(row.refused).co_names if name in asked and config.is_given(name)))
-        draft.refused.append(f"{said or config.name}: {row.text(values, release)}")
+        draft.refused.append(f"{said or config.file}: {row.text(values, release)}")
     draft.notes += draft.refused
 
 

@@ -74,9 +74,9 @@ class Settings:
     """What files and overrides say (`given`), and what the program would take for the rest (`default`).
 
     `origin` has the place of what is given, `doubts` those keys whose value the text does not tell, `notes` what to
-    know about reading them; `name` is that of the first file. `program` and `option` name what the settings are of in
-    messages; `asked` collects the keys that were asked for, `inherited` the files that others inherit from. Whatever
-    asks for a key takes one of `names` as well.
+    know about reading them; `name` is that of the first file, as of an experiment, and `file` as messages have it.
+    `program` and `option` name what the settings are of in messages; `asked` collects the keys that were asked for,
+    `inherited` the files that others inherit from. Whatever asks for a key takes one of `names` as well.
     """
 
     program: str = ""
@@ -87,6 +87,7 @@ class Settings:
     default: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     name: str = ""
+    file: str = "the configuration"
     asked: set[str] = field(default_factory=set)
     inherited: set[str] = field(default_factory=set)  # names of files that a file inherits from
     sourced: list[str] = field(default_factory=list)  # those that scripts source, without their ends
@@ -150,7 +151,7 @@ class Settings:
         value = self.get(kind, *keys)
         if value is None:
             key = self.key(keys[0])
-            place = self.origin.get(key) or self.name or "the configuration"
+            place = self.origin.get(key) or self.file
             near = get_close_matches(key, [one for one in self.given if one != key], n=1, cutoff=0.92)
             way = f"is {near[0]} ({self.origin.get(near[0])}) it?" if near else f"give {key}=… beside {self.option}"
             raise ConfigError(f"{place}: {key} has no value: expected {kind.expected}; {way}")

@@ -90,6 +90,7 @@ def take_sources(
             variables[found[1]] = found[2]
         else:
             raise ConfigError(f"{config.option} {text}: no such file, nor a setting of {config.program}")
+    config.file = next((path.name for path in files), config.file)
     for path in files:
         read(path, variables)
     for override in overrides:

@@ -80,7 +80,7 @@ def apart_of(config: VerlSettings) -> Apart | None:
     if fully and not separate:
         key = next(key for key in (*config.given, *config.doubts) if key.startswith((ASYNC, "rollout.")))
         raise ConfigError(
-            f"{config.origin.get(key, 'the configuration')}: {key}, but no GPUs of generation (rollout.nnodes, "
+            f"{config.origin.get(key, config.file)}: {key}, but no GPUs of generation (rollout.nnodes, "
             "rollout.n_gpus_per_node): of veRL's asynchronous recipes one_step_off_policy and fully_async_policy are "
             "simulated, whose generation has GPUs of its own"
         )

@@ -182,7 +182,7 @@ def _settings(config: VerlSettings, draft: Draft, machines: Cluster, apart: Apar
         if doubtful in config.default:
             config.get(ANYTHING, doubtful)  # which says what is missing
     no_steps = pd.DataFrame(columns=["line", *METRICS], dtype=float)
-    log = VerlLog(Path(config.name or "the configuration"), no_steps, (), config)
+    log = VerlLog(Path(config.file), no_steps, (), config)
     try:
         return settings_of(log, apart.trainers(machines) if apart else machines, rollout=rollout)
     except ConfigError as error:
@@ -197,11 +197,11 @@ def _model(config: VerlSettings, draft: Draft, options: Options) -> Model:
     path = options.model or config.value("model")
     if path is None and not config.has("actor_rollout_ref"):
         raise ConfigError(
-            f"{config.name or 'the configuration'}: no setting of actor_rollout_ref: supervised fine-tuning and "
+            f"{config.file}: no setting of actor_rollout_ref: supervised fine-tuning and "
             "evaluation are no RL training, of which experiments are"
         )
     if path is None:
-        raise ConfigError(f"the configuration names no model ({_MODEL}): give --model")
+        raise ConfigError(f"{config.file} names no model ({_MODEL}): give --model")
     return parts.add_model(draft, options, path, config.where(_MODEL))
 
 
