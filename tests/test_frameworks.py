@@ -255,6 +255,12 @@ def test_changes_are_written_into_a_script_of_flags(tmp_path: Path) -> None:
     assert "#--hf-checkpoint /root/Qwen3-4B" in text
 
 
+def test_what_stands_behind_a_flag_without_values_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("python3 train.py --colocate $MORE --rollout-num-gpus 8 $MORE")
+    write_changes(tmp_path / "run.sh", {"--colocate": False}, tmp_path / "tuned.sh")
+    assert " ".join((tmp_path / "tuned.sh").read_text().split()) == "python3 train.py $MORE --rollout-num-gpus 8 $MORE"
+
+
 # SkyRL ----------------------------------------------------------------------------------------------------------------
 
 ENGINE = "generator.inference_engine."

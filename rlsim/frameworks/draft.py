@@ -232,7 +232,8 @@ def _flags(text: str, changes: Mapping[str, Any], source: Path) -> str:
     lines = text.split("\n")
     for key, value in changes.items():
         new = "" if value is None or value is False else override(key, value)
-        setting = re.compile(rf"(?<![\w-]){re.escape(key)}(?![\w-])(?:[ =]+(?!{_NO_VALUE})[^\s\\]+)*")
+        values = r"(?:=[^\s\\]+)?" if isinstance(value, bool) else rf"(?:[ =]+(?!{_NO_VALUE})[^\s\\]+)*"
+        setting = re.compile(rf"(?<![\w-]){re.escape(key)}(?![\w-]){values}")
         if key == "program":
             setting, new = re.compile(r"\btrain(?:_async)?\.py\b"), str(value)
         places = [i for i, line in enumerate(lines) if setting.search(line) and not line.lstrip().startswith("#")]

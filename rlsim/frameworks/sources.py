@@ -36,7 +36,7 @@ def read_sources(
     takes: Takes | None = None,
     given: Callable[[str], Override | None] = override_of,
 ) -> Settings:
-    """What files and overrides say together, later ones winning; a YAML file may name its parents under `defaults`.
+    """What files and overrides say together; a YAML file may name its parents under `defaults`.
 
     `of` is what the tables call the program; its newest release's defaults hold for the rest, its settings have names.
     With `takes`, which tells the settings of a command, other files are run scripts, whose variables `NAME=value` may
@@ -69,7 +69,7 @@ def take_sources(
     *,
     of_scripts: bool,
 ) -> None:
-    """Takes files as `read` does, which has the variables of scripts, then overrides, which win.
+    """Takes files as `read` does, which has the variables of scripts, then overrides, which win, later ones last.
 
     Raises `ConfigError` for what is none of these, and for a folder that is not one of a run.
     """

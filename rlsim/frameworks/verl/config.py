@@ -28,7 +28,7 @@ _READ_AS_PPO = re.compile(r"(verl|recipe\.(dapo|entropy|partial_rollout))\.")
 
 
 def read_config(sources: Sequence[str], version: str) -> VerlSettings:
-    """The configuration that files and overrides give together, later ones winning; defaults of `version` for the rest.
+    """The configuration that files and overrides give (see `take_sources`); defaults of `version` for the rest.
 
     Each source is a YAML file (`.hydra/config.yaml`, one like `ppo_trainer.yaml`), a run's folder, a shell script or a
     list of overrides, a console log that begins with veRL's configuration, an override `key=value`, or a shell variable

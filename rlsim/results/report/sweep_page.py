@@ -258,8 +258,7 @@ def sweep_blocks(frame: pd.DataFrame, axes: Sequence[str], baseline: str) -> Ite
     """Lines along one varying axis, heatmaps over two, one set for each combination of further axes.
 
     `frame` has one row per point and system: the axes' columns, `system`, `responses_per_s`, `speedup`, `speedup_low`,
-    `speedup_high`, as in `Result.summary()`. The axes' columns are written on the
-    charts by their names.
+    `speedup_high`, as in `Result.summary()`. The axes' columns are written on the charts by their names.
     """
     shown = varying(frame, axes)
     if not shown:

@@ -48,7 +48,8 @@ class Row:
     def step(self, key: str) -> int:
         """The number of a step, which may be text (TRL until 0.26)."""
         value = self.get(key)
-        return int(value) if isinstance(value, str) and value.isdigit() else self.whole(key)
+        is_text = isinstance(value, str) and value.isdecimal() and len(value) < 16
+        return int(value) if is_text else self.whole(key)
 
     def number(self, key: str) -> float | None:
         """A number, or None where the row has null or NaN."""
