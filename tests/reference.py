@@ -199,6 +199,7 @@ class _Request(RefRequest):
     stay: RefStay | None = None  # at the replica where it is
     parent: _Request | None = None  # that waits for this sub-agent
     attempts: int = 0  # that were lost
+    pinned: Sequence[Page] = ()  # kept for it while it is at its tools
 
     def __post_init__(self) -> None:
         self.numbers = AcceptanceDraws(*self.acceptance)
@@ -486,7 +487,7 @@ class _Rollout:
     def in_use(self, replica: _Replica) -> set[Page]:
         """Pages of running and prefilling requests, and all that are there of their prompts."""
         own = {page for r in replica.admitted for page in self.pages_held(r)}
-        own |= {page for r in replica.pinned for page in self.find(replica, r)}
+        own |= {page for r in replica.pinned for page in r.pinned}
         prompts = {self.prompt_page(r, 0)[:3] for r in (*replica.admitted, *replica.pinned)}
         return own | {page for page in replica.cache if page[:3] in prompts}
 
@@ -545,7 +546,7 @@ class _Rollout:
     def unpin(self, replica: _Replica, r: _Request) -> None:
         """Others may have its pages; it lets go of them now."""
         if r in replica.pinned:
-            own = [page for page in self.find(replica, r) if page[0] == "request"]
+            own = [page for page in r.pinned if page[0] == "request"]
             replica.pinned.remove(r)
             replica.let_go.append((0, own, r))
 
@@ -893,7 +894,8 @@ class _Rollout:
             r.lose_kv()
             if self.tools.keep_kv_s and self.prefix_hits != "off":
                 self.settle_cache(replica)
-                if self.find(replica, r):
+                if pages := self.find(replica, r):
+                    r.pinned = pages
                     replica.pinned.append(r)
                     if self.tools.keep_kv_s < math.inf:
                         self.pins.append((self.now + self.tools.keep_kv_s, replica, r, len(r.tools)))
