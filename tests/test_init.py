@@ -396,6 +396,11 @@ def test_of_overrides_alone_notes_say_the_configuration(tmp_path: Path) -> None:
     assert any(note.startswith("the configuration: no micro-batch size is given") for note in notes)
 
 
+def test_comments_hold_no_control_characters(tmp_path: Path) -> None:
+    sources = ["actor_rollout_ref.model.path=Qwen/Qwen2.5-7B", 'actor_rollout_ref.rollout.quantization="a\\0"']
+    assert " = a\\x00: here in bf16" in from_verl(sources, given(tmp_path)).text()
+
+
 def test_every_start_condition_has_a_source_and_words_for_its_names() -> None:
     for row in conditions():
         assert row.at

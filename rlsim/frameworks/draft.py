@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsim.base.output import check_file, write_text
-from rlsim.errors import ConfigError
+from rlsim.errors import ConfigError, printable
 
 WIDTH = 120
 #: Whose default a comment says a value is, as `Settings.where` writes it: a program, and its release.
@@ -81,7 +81,7 @@ class Draft:
             elif entry:
                 lines.append(f"{key}:")
                 lines += [f"  {line}" for name, item in entry.items() for line in _lines(name, item, WIDTH - 2)]
-        return "\n".join(lines) + "\n"
+        return printable("\n".join(lines)) + "\n"
 
     def write(self, out: Path, *, force: bool = False) -> None:
         """Write the file; raises `ConfigError` if there is one and `force` is off."""
