@@ -42,7 +42,7 @@ def init(
     Example: rlsim init --from-slime run-qwen3-4B.sh --gpu h100
     Example: rlsim init mine --model mine/config.json --cluster 8xh100 --nccl all_reduce.txt
     """
-    from rlsim.base.reading import exists
+    from rlsim.base.reading import is_file
     from rlsim.cli.starter import starter
     from rlsim.errors import ConfigError
     from rlsim.frameworks import read
@@ -59,7 +59,7 @@ def init(
         raise ConfigError("--reward-model goes with --from-verl")
     if (gpu or gpu_like or network) and not frameworks:
         raise ConfigError("--gpu goes with --from-verl, or another configuration: give --cluster")
-    if frameworks and name and ("=" in name or exists(name)):
+    if frameworks and name and ("=" in name or is_file(name)):
         raise ConfigError(f"{name}: {frameworks[0]} goes before every file and setting")
     if frameworks:
         options = Options.of(
