@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import typer.cli
 import typer.main
@@ -39,6 +39,7 @@ from rlsim.policies.parts import KINDS, ChunkStreaming
 from rlsim.policies.registry import BUILTIN, load_policy
 from rlsim.results.sweeps.schema import SweepSpec
 from rlsim.sim import control
+from rlsim.sim.actions import ACTIONS
 from rlsim.sim.continuous import Continuous
 from rlsim.trace.fit import LengthFit
 from rlsim.trace.generate import Recipe
@@ -153,7 +154,7 @@ COSTS = "the machine: `step(tp)`, `capacity_pages(tp)`, `switch(…)` and `trans
 def actions() -> str:
     """What a policy may return."""
     rows = []
-    for action in get_args(control.Action):
+    for action in ACTIONS:
         fields = [
             field.name if field.default is dataclasses.MISSING else f"{field.name}={field.default!r}"
             for field in dataclasses.fields(action)

@@ -390,6 +390,15 @@ def test_a_turn_together_waits_for_who_is_told_of_its_sub_agent_at_the_moment_at
     check(work)
 
 
+def test_who_comes_back_where_the_least_context_is_is_dealt_after_what_leaves_at_that_moment() -> None:
+    """At 8 s the call is over, and the first replica, of more context, is done with its other response."""
+    work = by_hand([(4, 8), (2, 20), (4, 4)], Nothing(), (2,))
+    requests = (*work.requests[:2], replace(work.requests[2], tools=((2, 0, 6.0),)))
+    work = replace(work, requests=requests, tools=RefTools(least_context=True))
+    check(work)
+    assert simulate(work)[0].by_id[2].replica == 0
+
+
 def test_sub_agents_of_a_lost_sandbox_end_where_they_came_back_to_a_node_that_was_to_switch() -> None:
     """One is back at 19 s: one replica stopped at 18 s, its own is to at 21.5 s. Its trajectory's call ends at 20 s."""
 

@@ -135,7 +135,7 @@ class DrawnBatch(RunningBatch):
 
     def join(self, requests: Sequence[Request]) -> None:
         super().join(requests)
-        for request in requests:  # those of a plan search or a trial have none
+        for request in requests:  # those of a search of plans have none
             request.acceptance = request.acceptance or AcceptanceDraws((request.position, request.id))
 
     def chunks_complete(self) -> list[tuple[Request, int]]:

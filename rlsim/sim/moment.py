@@ -13,7 +13,7 @@ from simpy.events import NORMAL, URGENT, EventPriority
 ONE_MOMENT = 1e-11
 
 #: Priorities of the end of a moment; SimPy's own are 0 (urgent) and 1 (normal).
-DEAL = EventPriority(2)  # what released replicas held, once all that stop at this moment are known
+DEAL = EventPriority(2)  # nodes start and requests are dealt, once all that stops and leaves at this moment is known
 IDLE = EventPriority(3)  # what replicas do that have nothing left
 ASK = EventPriority(4)  # decisions
 START = EventPriority(5)  # what starts after all decisions

@@ -35,7 +35,7 @@ class Order(IntEnum):
     """What comes first at the end of a moment."""
 
     START = 0  # nodes, with new replicas
-    HOUSE = 1  # requests that nobody was there to take
+    WAITING = 1  # requests that nobody was there to take
     RELEASE = 2  # replicas: what they held is dealt
     ARRIVE = 3  # requests at a replica that was to stop
     BACK = 4  # requests from tools, whose replica was to stop
@@ -71,7 +71,7 @@ class Rollout(RolloutState):
         self.migrations = itertools.count()
         self._dropping: set[int] = set()  # sub-agents at no replica: they are dropped at the next one
         self._at: dict[int, Replica] = {}  # by request: the replica that it was last given to
-        self._homeless: list[Request] = []  # there is no replica for them
+        self._waiting: list[Request] = []  # there is no replica for them
         self._shared: Counter[int] = Counter()  # by GPU: how many other things run there too
         self._at_end: list[tuple[tuple[Order, int], Callable[[], None]]] = []  # to be done when this moment is over
         #: Controls and the methods that they are asked by; of timers with the seconds between two calls.
@@ -181,12 +181,12 @@ class Rollout(RolloutState):
             shares = by_context(requests, {replica.index: 0 for replica in node.replicas})
             self._deal({index: sorted(share, key=lambda r: place[r.id]) for index, share in shares.items()})
 
-        def house() -> None:
-            homeless, self._homeless = self._homeless, []
-            self.deal(homeless)
+        def deal_waiting() -> None:
+            waiting, self._waiting = self._waiting, []
+            self.deal(waiting)
 
         self.at_end((Order.START, node.number), start)
-        self.at_end((Order.HOUSE, 0), house)
+        self.at_end((Order.WAITING, 0), deal_waiting)
 
     # ---- where requests are -----------------------------------------------------------------------------------------
 
@@ -288,7 +288,7 @@ class Rollout(RolloutState):
         if load:
             self._deal(by_context(requests, load))
         else:
-            self._homeless.extend(requests)
+            self._waiting.extend(requests)
 
     def _deal(self, shares: Shares) -> None:
         for index, share in shares.items():
@@ -299,7 +299,7 @@ class Rollout(RolloutState):
         if replicas:
             self._deal(self.stage.shares(requests, replicas, idle))
         else:
-            self._homeless.extend(requests)
+            self._waiting.extend(requests)
 
     # ---- requests that leave ----------------------------------------------------------------------------------------
 
@@ -329,7 +329,7 @@ class Rollout(RolloutState):
 
     def come_back(self, requests: Sequence[Request]) -> None:
         """These are back from their tools: they go on, but for those whose budget is used up."""
-        elsewhere, paused, gone = list[Request](), False, False
+        elsewhere, paused = list[Request](), False
         for request in requests:
             home = self._at.pop(request.id, None)
             if request.at_limit:
@@ -342,11 +342,8 @@ class Rollout(RolloutState):
                 elsewhere.append(request)
             if home:
                 home.unpin(request)
-                gone |= home.stopped is not None and not home.stopped.triggered
-        if gone:  # what stops with their replica at this very moment is dealt before them
+        if elsewhere:  # what leaves a replica at this very moment, or stops with it, comes before them
             self.at_end((Order.BACK, 0), lambda: self.deal(elsewhere))
-        else:
-            self.deal(elsewhere)
         self._look_for_end()
         if paused and self._asks and not self.done.triggered:
             self.ask()

@@ -30,7 +30,7 @@ def _on_policy(
     """Generate, score, prepare, train the actor (and the critic), bring the weights to the next step.
 
     `reference` off is training without a KL term (DAPO); with `old_log_probs` the actor's own log-probs are computed
-    anew, without those of the rollout engine serve; with `reward_model` a model scores the responses. `baselines`:
+    anew, else those of the rollout engine serve; with `reward_model` a model scores the responses. `baselines`:
     responses to each prompt that are scored with the others and not trained on.
     """
     generate, train = Call("generate", "generate", "actor", None, baselines), Call("train", "train", "actor")
