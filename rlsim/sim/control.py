@@ -1,4 +1,4 @@
-"""What a rollout control sees, and what it may ask for.
+"""What a rollout control sees, learns and answers; `rlsim.sim.actions` has most of what it may ask for.
 
 A control is asked each time responses finish, and every so many seconds if it wants. It gets a read-only view of the
 rollout at that moment (never a response's length) and returns actions; the engine carries them out. docs/engine.md says
