@@ -268,6 +268,14 @@ def test_a_run_ends_before_a_replica_has_stopped_that_is_told_to(action: Action 
     assert left == "stopped"
 
 
+def test_a_run_ends_while_a_replica_takes_new_weights() -> None:
+    """All nodes have them at 5.5 s; at 5 s the second step has its batch, at 7 s it has trained and pushed."""
+    done = on_two(Rule("under_way", 2, weights=EACH["interrupt"]), [2, 20, 1, 9, 9], spread_s=0.5, pull_s=2.0)
+    assert done.outcome.step_ends[-1] == 7.0
+    taking = [span for span in done.outcome.spans if span.kind == "sync" and span.gpus == (1,)]
+    assert [(span.start_at, span.end_at) for span in taking] == [(6.0, 7.0)]
+
+
 def test_a_run_ends_while_a_node_switches() -> None:
     """Both have two tokens at 3 s, where the switch begins, of 6 s; the first is trained on and pushed until 5 s."""
     rule, control = Rule("under_way", 2, weights=EACH["interrupt"]), At({1: Reconfigure(0, 2)})

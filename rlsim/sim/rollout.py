@@ -453,6 +453,7 @@ class Rollout(RolloutState):
         for replica in self.replicas:  # those that are to stop and have not yet, too
             replica.catch_up()
             self.take(replica, "stopped")
+        self.updates.break_off()
         self.end()
 
     def close(self) -> None:

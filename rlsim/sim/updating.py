@@ -12,7 +12,7 @@ from rlsim.sim.moment import IDLE, when_over
 from rlsim.sim.node import Node, active
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.replica import Replica
-from rlsim.sim.request import UpdatedKv
+from rlsim.sim.request import NAN, UpdatedKv
 
 
 class Pull(NamedTuple):
@@ -35,7 +35,7 @@ class WeightUpdates:
         self._kv: UpdatedKv = "recompute"  # in the last update
         self._paused: list[simpy.Event] | None = None  # while an update of all goes on, by replica: it stands still
         self._pull: Pull | None = None
-        self._pulling: set[int] = set()  # replicas
+        self._pulling: dict[Replica, float] = {}  # since when they stand still for it; NaN: not yet
 
     # ---- all together -----------------------------------------------------------------------------------------------
 
@@ -70,28 +70,36 @@ class WeightUpdates:
 
     def refresh(self, replica: Replica) -> None:
         """The replica begins to take the newest weights, if it lacks them and may."""
-        pull, known = self._pull, replica.index in self._pulling or replica.stopped is not None
+        pull, known = self._pull, replica in self._pulling or replica.stopped is not None
         if pull and not known and replica.version < pull.version and (replica.idle or not pull.drain):
-            self._pulling.add(replica.index)
+            self._pulling[replica] = NAN
             self._env.process(self._take(replica))
 
     def _take(self, replica: Replica) -> Generator[simpy.Event, Any, None]:
         assert self._pull is not None
         yield replica.pause(self._pull.kv)
-        pull, start = self._pull, self._env.now
+        pull, self._pulling[replica] = self._pull, self._env.now
         yield self._env.timeout(pull.takes_s(replica.tp))
         if replica.stopped is not None:  # its node changes its layout
             return
-        self._recorder.add(replica.gpus, start, self._env.now, pull.call, replica.tp, f"replica {replica.index}")
-        self._pulling.discard(replica.index)
+        self._record(replica, self._pulling.pop(replica), pull)
         replica.renew(pull.version)
         replica.resume()
         self.refresh(replica)
 
+    def _record(self, replica: Replica, start: float, pull: Pull) -> None:
+        self._recorder.add(replica.gpus, start, self._env.now, pull.call, replica.tp, f"replica {replica.index}")
+
+    def break_off(self) -> None:
+        """The run is over, and with it what replicas are taking."""
+        for replica, start in self._pulling.items():
+            if self._pull and replica.stopped is None:
+                self._record(replica, start, self._pull)
+
     def takes_launches(self, replica: Replica) -> bool:
         """Whether new requests may go there: not while it finishes what it has before it takes newer weights."""
         behind = self._pull is not None and self._pull.drain and replica.version < self._pull.version
-        return not behind or replica.idle or replica.index in self._pulling
+        return not behind or replica.idle or replica in self._pulling
 
     # ---- replicas that come, KV cache that moves --------------------------------------------------------------------
 
