@@ -54,7 +54,8 @@ class Action:
 
     def proper(self) -> bool:
         """Whether its fields are of the right types; `carry_out` says whether what they name is there."""
-        return all(_PROPER[name](getattr(self, name)) for name in getattr(self, "__match_args__", ()))
+        names = getattr(self, "__match_args__", None)  # a bare `Action` has none
+        return names is not None and all(_PROPER[name](getattr(self, name)) for name in names)
 
     def carry_out(self, rollout: Any) -> None:
         """Do it, or begin to. Raises `RefusedError`."""
