@@ -12,7 +12,7 @@ from workloads import At, LinearStep, Nothing, StubCosts, Workload
 
 from rlsim.cost.transfer import HostKv
 from rlsim.errors import PolicyError
-from rlsim.sim import control
+from rlsim.sim import actions, control
 
 ONE_GPU = LinearStep(a=1.0, b=1 / 4, t=1 / 64, p=1 / 8)
 COSTS = StubCosts(
@@ -30,7 +30,7 @@ PLAIN = RefEngine(
     page_tokens=1, max_num_seqs=100, max_num_batched_tokens=1000, chunked_prefill=False, watermark_pages=0
 )
 #: Moments at which the first of two, or of three, requests is finished, and the next boundary of the other replica.
-NAMES = {**vars(control), "replace": replace, "COSTS": COSTS, "ONE_GPU": ONE_GPU}
+NAMES = {**vars(control), **vars(actions), "replace": replace, "COSTS": COSTS, "ONE_GPU": ONE_GPU}
 NAMES |= {"SECOND": LinearStep(a=1.0, conditional=True)}
 NAMES |= {"T0": 2.75 + 5 / 64, "T1": 3.25 + 9 / 64, "M0": 3.5 + 10 / 64, "M1": 4.5 + 19 / 64}
 
