@@ -133,8 +133,9 @@ def trajectories_of(tasks: int, most_turns: int) -> list[dict[str, Any]]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """What each file below a folder holds, but for a sweep's log."""
-    below = (path for path in folder.rglob("*") if path.is_file() and path.name != "log.jsonl")
+    """What each file below a folder holds, but for a sweep's log and what Python compiles."""
+    left_out = {"log.jsonl", "__pycache__"}
+    below = (path for path in folder.rglob("*") if path.is_file() and left_out.isdisjoint(path.parts))
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in below}
 
 
