@@ -48,7 +48,7 @@ class AcceptanceDraws:
         return self._values[self.steps : self.steps + steps]
 
     def of_sub_agent(self) -> AcceptanceDraws:
-        """Those of the next sub-agent that the response begins, so correlated too: the same under every system."""
+        """Those of the next sub-agent that the response begins, with its correlation."""
         return AcceptanceDraws((*self._seed, next(self._agents)), self._correlation)
 
 

@@ -150,7 +150,7 @@ class RolloutView:
         return self._rollout.unfinished if node is None else self._rollout.nodes[node].unfinished
 
     def generated(self, node: int) -> Mapping[int, int]:
-        """How many of the node's unfinished requests have generated how many tokens. Cheap."""
+        """How many of the node's unfinished requests have generated how many tokens."""
         first, *others = [replica.generated() for replica in active([self._rollout.nodes[node]])] or [Counter()]
         for found in others:
             first.update(found)
