@@ -391,6 +391,14 @@ def test_a_replica_over_two_nodes_runs() -> None:
     assert len(apart.steps) == 2
     assert apart.steps.prefix_hit_tokens.sum() == 0 < result.steps.prefix_hit_tokens.sum()
     assert any("responses to a prompt share no prefill" in note for note in apart.notes)
+    one_each = {
+        "engine.ep": 8,
+        "engine.data_parallel_attention": 8,
+        "engine.max_num_seqs": 1,
+        "systems": [{"verl": {"tp": 8}}],
+    }
+    limited = rlsim.run(spec, overrides=one_each).steps.gen_time_s
+    assert limited.tolist() == apart.steps[apart.steps.system == "verl-tp8"].gen_time_s.tolist()  # eight at a time
     with pytest.raises(RlsimError, match="tp 12 does not divide the 8 GPUs of a node"):
         rlsim.run(spec, overrides={"systems": [{"verl": {"tp": 12}}]})
 

@@ -166,8 +166,10 @@ class LoadedExperiment:
     def engine(self) -> EngineConfig:
         """The rollout engine's settings, what is not given as the calibration's engine has it."""
         engine = self.experiment.engine.with_prefix_hits(next(iter(self.calibrations.values())).prefix_hits)
-        if engine.data_parallel_attention > 1:  # each group has a KV cache of its own: see `notes`
-            engine = engine.model_copy(update={"enable_prefix_caching": False})
+        groups = engine.data_parallel_attention
+        if groups > 1:  # each has a KV cache and limits of its own: see `notes`
+            limits = {limit: groups * getattr(engine, limit) for limit in ("max_num_seqs", "max_num_batched_tokens")}
+            engine = engine.model_copy(update={"enable_prefix_caching": False, **limits})
         return engine
 
     @cached_property

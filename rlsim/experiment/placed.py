@@ -367,7 +367,7 @@ class PlacedExperiment:
             page_tokens=experiment.engine.page_tokens,
             requests=workflow.prompts * workflow.responses,
             prompt_tokens=self.loaded.longest_prompt,
-            max_num_seqs=experiment.engine.max_num_seqs,
+            max_num_seqs=self.loaded.engine.max_num_seqs,
             replica_gpus=replica,
             windows=self.workflow.windows,
             sequence_tokens=self.loaded.longest_sequence,
@@ -378,7 +378,7 @@ class PlacedExperiment:
         tps = tuple(sorted({*self.context.feasible_tps, tp} - {0}))
         if tps not in self._bounds:
             steps = {tp: self.rollout_costs.step(tp) for tp in tps}
-            batch = min(self.context.requests, self.loaded.experiment.engine.max_num_seqs)
+            batch = min(self.context.requests, self.loaded.engine.max_num_seqs)
             others = [(tp, self.hybrid_costs.step(tp)) for tp in tps] if self.hybrid_gpus else []
             others += [(tp, one.rollout_costs.step(tp)) for one in self.engines[1:] for tp in one.context.feasible_tps]
             gpus = len(self.gpus_of("generate")) + len(self.hybrid_gpus)

@@ -67,7 +67,7 @@ def memory_by_tp(placed: PlacedExperiment) -> pd.DataFrame:
             "full_sequences": max(tokens // longest, 0),
             "mean_sequences": mean_sequences,
             "sequences": sequences,
-            "waits": sequences > min(mean_sequences, loaded.experiment.engine.max_num_seqs),
+            "waits": sequences > min(mean_sequences, loaded.engine.max_num_seqs),
             "why_not": unplaced or lacking * (tokens < longest),
         }
     counts = ("kv_tokens", "full_sequences", "mean_sequences", "sequences", "waits", "why_not")
