@@ -219,13 +219,16 @@ class _Run:
         self.at += 1
 
     def _loop(self, mode: _Mode) -> None:
-        """A loop's body once; what it goes over is unknown."""
+        """A loop's body once, unless its condition says no at once; what it goes over is unknown."""
         keyword = self.tokens[self.at]
         self.at += 1
         if keyword.text in ("for", "select") and self._here() != "(":  # for ((i = 0; …)) names no variable
             name = self._subject(keyword).text
             if mode is True:
                 self.variables.set(name, Unknown(f"the loop of line {keyword.line} goes over it", name))
+        elif keyword.text in ("while", "until"):
+            says = self.block("do", mode=mode, asked=True)
+            mode = mode if mode is not True or says is None else says is (keyword.text == "while")
         while self._here() not in ("do", ""):
             self.at += 1
         self.at += 1

@@ -172,7 +172,7 @@ class Variables:
 
     def __init__(self, given: dict[str, str]) -> None:
         self._given = given
-        self._values: dict[str, Value] = dict(given)
+        self._values: dict[str, Value] = {"#": "0", **given}  # a script is read as run without arguments
         self.assumed: dict[str, int] = {}  # what tests take for granted, and the first line of one
 
     def set(self, name: str, value: Value) -> None:
@@ -274,6 +274,8 @@ class Variables:
             command = text.strip("`") if text.startswith("`") else text[2:-1]
             if asked := _ASKS_FOR_NPU.fullmatch(command.strip()):
                 return asked[2]
+            if command.startswith("expr "):
+                return str(self._arithmetic(command.removeprefix("expr ")))
             raise UnresolvedError(Unknown(f"$({command.strip()}) would have to be run"))
         return self._parameter(text[2:-1] if text.startswith("${") else text[1:])
 
