@@ -185,6 +185,21 @@ def test_what_training_holds_by_hand() -> None:
     assert halved["gathered layers"] == 8 * 128_256 * 4096 / 2
 
 
+def test_under_lora_adapters_alone_have_gradients_and_states() -> None:
+    """Of rank 32, as PEFT counts them: q and o 8,192 inputs and outputs, k and v 5,120, gate, up and down 18,432."""
+    adapters = 32 * 32 * (2 * 8192 + 2 * 5120 + 3 * 18_432)
+    assert LLAMA.adapters(32) * LLAMA.parameters == pytest.approx(adapters) == pytest.approx(83_886_080)
+    experts = load_model("qwen3-30b-a3b")
+    each = 2048 + 4096 + 2 * (2048 + 512) + 4096 + 2048 + (2048 + 128) + 128 * 3 * (2048 + 768)
+    assert experts.adapters(8) * experts.parameters == pytest.approx(48 * 8 * each)
+    for zero_stage, weight, states in ((1, 2, 12), (3, 4, 8)):
+        memory = call_bytes(LLAMA, TrainStrategy(dp=4, zero_stage=zero_stage, lora_rank=32), backward=True)
+        assert memory["parameters"] == pytest.approx(weight * (LLAMA.parameters + adapters) / (4 if weight == 4 else 1))
+        assert memory["gradients"] == pytest.approx(4 * adapters / (4 if weight == 4 else 1))
+        assert memory["optimizer states"] == pytest.approx(states * adapters / 4)
+    assert memory["gathered layers"] == pytest.approx((2 + 2 + 4 * adapters / LLAMA.parameters) * 128_256 * 4096)
+
+
 def test_a_pipelines_first_stage_keeps_as_many_micro_batches_as_there_are_stages() -> None:
     whole, cut = (
         call_bytes(LLAMA.as_critic(), TrainStrategy(pp=pp, recompute="none"), 1000, backward=True) for pp in (1, 4)

@@ -244,6 +244,29 @@ def test_passes_of_training_by_hand(recompute: str, linear: int, elementwise: in
         assert call.part_time([1000], backward=True).total_s == pytest.approx(expected / 1e12)
 
 
+def test_lora_by_hand() -> None:
+    """Weights get no gradients: of their products one is left on the way back, of the head's too. Adapters, 1.04% of
+    the weights, have all three, and are all that is reduced, stepped and copied but the weights."""
+    adapters, tokens = 83_886_080 / PARAMETERS, 1000
+    linear_s, head_s = 2 * 32 * MATRICES * tokens / 1e12, 2 * EMBEDDING * tokens / 1e12
+    attention_s = cost(IDEAL, Talk(), FLOPS_ONLY).forward_s([tokens]).total_s - linear_s - head_s
+    for recompute, again in (("none", 0), ("full", 1)):
+        call = cost(IDEAL, Talk(), FLOPS_ONLY, recompute=recompute, lora_rank=32).part_time([tokens], backward=True)
+        expected = (2 + again + (3 + again) * adapters) * linear_s + 2 * head_s + (3.5 + again) * attention_s
+        assert call.total_s == pytest.approx(expected)
+    talk = Talk(reduce_scatter=3.0, all_gather=5.0)
+    whole, update = (cost(IDEAL, talk, MEMORY_ONLY, dp=2, zero_stage=1, lora_rank=rank) for rank in (None, 32))
+    assert update.update_time().optimizer_s == pytest.approx(adapters * whole.update_time().optimizer_s)
+    sent = {round(asked[1]) for asked in talk.asked}
+    assert sent == {4 * PARAMETERS, 2 * PARAMETERS, 4 * 83_886_080, 2 * 83_886_080}
+    full, lora = (
+        cost(IDEAL, Talk(), zero_stage=1, dp=2, offload=True, lora_rank=rank).copied_s(backward=True, out=True)
+        for rank in (None, 32)
+    )
+    weights, states = 2 * PARAMETERS, 12 * PARAMETERS / 2
+    assert lora / full == pytest.approx((weights + adapters * states) / (weights + states), rel=1e-3)
+
+
 def test_communication_of_context_parallelism_by_hand() -> None:
     """Every layer gathers keys and values (2 · 1,024 wide, bf16) over four GPUs, where attention does not hide it."""
     gathered_s = 3 / 4 * 1000 * 2 * 1024 * 2 / 1e9

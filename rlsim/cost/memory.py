@@ -331,8 +331,9 @@ def stage_bytes(
     2 of gradient (`strategy.gradients`), 12 of fp32 master and Adam moments (`optimizer_bytes`; `cpu_optimizer` of
     them none); FSDP keeps weights in fp32 alone, and gradients, in whatever type it reduces them, and PyTorch's AdamW
     (`foreach`) takes another 4 in its step. ZeRO stages 1, 2, 3 divide optimizer, gradients, parameters by the
-    data-parallel ranks, those of experts that are apart by the ranks with the same experts. Stage 3 gathers two layers
-    (one in use, one prefetched), or embedding and head, in bf16, and holds one unit's whole gradient. Training keeps
+    data-parallel ranks, those of experts that are apart by the ranks with the same experts. Under LoRA adapters alone
+    have gradients and states. Stage 3 gathers two layers (one in use, one prefetched), or embedding and head, in bf16,
+    and holds one unit's whole gradient. Training keeps
     what `strategy.recompute` says of each layer: of PP micro-batches on the first stage of a 1F1B pipeline, of one less
     on each that follows. Only the last stage has logits. The peak is inside a layer (its live tensors, no logits) or at
     the head (`logits_bytes`; `entropy`: of the logits too): logits are there after the last layer's forward pass and
@@ -343,7 +344,9 @@ def stage_bytes(
     tokens = (tokens or strategy.budget(backward=backward)) / strategy.cp
     zero, each = strategy.zero_stage, {layer: activation_bytes_per_token(layer, strategy) for layer in model.groups}
     all_logits = logits_bytes(model, strategy, tokens, backward=backward, entropy=entropy)
-    unit_bytes = 2 * BF16 + backward * strategy.gradient_bytes
+    adapters = model.adapters(strategy.lora_rank)
+    trained = adapters if strategy.lora_rank else 1.0
+    unit_bytes = 2 * BF16 + backward * strategy.gradient_bytes * trained
     embedding = model.vocab_size * model.hidden_size / strategy.tp
     largest = max(*(sum(layer_parts(layer, strategy)) for layer in model.groups), embedding)
     gathered = unit_bytes * largest * (zero == 3)
@@ -353,12 +356,12 @@ def stage_bytes(
             return sum(bytes_per_parameter * n / (spread.sharded_over if zero >= stage else 1) for n, spread in parts)
 
         weight = FP32 if backward and strategy.fsdp else BF16
-        found = {"parameters": sharded(weight, 3)}
+        found = {"parameters": sharded(weight, 3) * (1.0 + adapters)}
         kept, working = 0.0, tokens * max(each[layer][1] for layer in layers)
         if backward:
-            states = sharded(strategy.states_bytes, 1) * (1 - strategy.cpu_optimizer)
+            states = sharded(strategy.states_bytes, 1) * (1 - strategy.cpu_optimizer) * trained
             gradient = FP32 if strategy.fsdp else strategy.gradient_bytes
-            found |= {"gradients": sharded(gradient, 2), "optimizer states": states}
+            found |= {"gradients": sharded(gradient, 2) * trained, "optimizer states": states}
             kept = tokens * (len(stages) - at) * sum(count * each[layer][0] for layer, count in layers.items())
             live = (each[layer] for layer in layers)
             working = tokens * max(whole * (strategy.recompute != "none") + grads for _, whole, grads in live)
@@ -366,7 +369,7 @@ def stage_bytes(
         at_head = logits > working
         activations = kept + working * (not at_head)
         passes = {"gathered layers": gathered, "activations": activations, "logits": logits * at_head}
-        stepping = sharded(FP32, 3) * (1 - strategy.cpu_optimizer) * (backward and strategy.fsdp)
+        stepping = sharded(FP32, 3) * (1 - strategy.cpu_optimizer) * (backward and strategy.fsdp) * trained
         return found | (passes if sum(passes.values()) > stepping else {"the optimizer's step": stepping})
 
     stages = model.stages(strategy.pp)

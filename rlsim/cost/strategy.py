@@ -34,6 +34,7 @@ def attention_of(backend: str) -> AttentionKernel:
 _FROM_ONE = (
     *("dp", "tp", "pp", "cp", "ep", "micro_batch_tokens", "expert_tp", "micro_batches", "shard_gpus"),
     *("log_prob_micro_batch_tokens", "micro_batch_sequences", "log_prob_micro_batch_sequences", "expert_imbalance"),
+    "lora_rank",
 )
 
 
@@ -76,6 +77,7 @@ class TrainStrategy:
     micro_batches: int | None = None
     zero_stage: int = 0
     shard_gpus: int | None = None
+    lora_rank: int | None = None
     gradients: GradientType = "fp32"
     recompute: Recompute = "full"
     packing: Packing = "balanced"

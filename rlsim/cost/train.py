@@ -150,6 +150,8 @@ class TrainCost:
             raise ConfigError(f"training strategy needs {strategy.gpus} GPUs; {cluster.name} has {cluster.gpus}")
         self.model, self.cluster, self.strategy, self.efficiency = model, cluster, strategy, efficiency
         self._collectives = collectives
+        self._adapters = model.adapters(strategy.lora_rank)
+        self._trained = self._adapters if strategy.lora_rank else 1.0  # of the weights
         layout = Layout.of(first_gpu, strategy)
         self._groups = Groups(collectives, cluster, layout)
         self._expert_groups = Groups(collectives, cluster, layout.experts)
@@ -260,15 +262,16 @@ class TrainCost:
             own = self.efficiency
             forward = replace(own, flop=own.forward or own.flop)
             return replace(_FORWARD, linear=own.layers / forward.layers, head=own.flop / forward.flop)
-        again = 1 if self.strategy.recompute == "full" else 0
+        # Under LoRA weights have no gradients, what they are multiplied with has, and adapters have both.
+        again, gradients = 1 if self.strategy.recompute == "full" else 0, 0 if self.strategy.lora_rank else 1
         elementwise = 0 if self.strategy.recompute == "none" else 1
         return _Passes(
             launches=1 + BACKWARD_LINEAR + again,
-            linear=1 + BACKWARD_LINEAR + again,
+            linear=(1 + again) * (1 + self._adapters) + BACKWARD_LINEAR / 2 * (1 + gradients + 2 * self._adapters),
             attention=1 + BACKWARD_ATTENTION + again,
             memory=1 + BACKWARD_MEMORY + elementwise,
             tensor_parallel=2 + again,
-            head=4 if self.strategy.logits == "fused" else 3,  # fused: the backward pass computes logits again
+            head=2 + gradients + (self.strategy.logits == "fused"),  # fused: the backward pass computes logits again
             backward=True,
         )
 
@@ -376,7 +379,7 @@ class TrainCost:
     def _unit_s(self, op: str, parts: Sequence[float]) -> float:
         """ZeRO-3: gathering one unit of the model in bf16, or reducing its gradient to its shards; `parts` are its
         parameters on one GPU, those of experts that are apart last."""
-        width = BF16 if op == "all_gather" else self.strategy.gradient_bytes
+        width = BF16 if op == "all_gather" else self.strategy.gradient_bytes * self._trained
         spread = zip(parts, (self._groups, self._expert_groups), strict=False)
         return sum(groups.time_s(op, n * width, "sharded") for n, groups in spread)
 
@@ -411,15 +414,15 @@ class TrainCost:
         )
 
     def _reduce_part_s(self, local: float, strategy: TrainStrategy, groups: Groups) -> float:
-        group = strategy.sharded_over
+        group, width = strategy.sharded_over, strategy.gradient_bytes * self._trained
         if strategy.shards == 1 or (strategy.zero_stage == 3 and group == strategy.shards):
             return 0.0
         if strategy.zero_stage == 3:
-            return groups.time_s("all_reduce", local / group * strategy.gradient_bytes, "replicas")
+            return groups.time_s("all_reduce", local / group * width, "replicas")
         if strategy.zero_stage == 0:
-            return groups.time_s("all_reduce", local * strategy.gradient_bytes, "shards")
-        scatter_s = groups.time_s("reduce_scatter", local * strategy.gradient_bytes, "shards")
-        return scatter_s + groups.time_s("all_gather", local * BF16, "shards")
+            return groups.time_s("all_reduce", local * width, "shards")
+        scatter_s = groups.time_s("reduce_scatter", local * width, "shards")
+        return scatter_s + groups.time_s("all_gather", local * BF16 * self._trained, "shards")
 
     def _optimizer_s(self) -> float:
         """One Adam step over this GPU's share, bound by memory; what steps on the host by that of the node.
@@ -427,7 +430,8 @@ class TrainCost:
         Its gradients go there in fp32, its new weights come back in fp32 (Megatron's `HybridDeviceOptimizer`); nothing
         hides that.
         """
-        own = sum(n / (spread.sharded_over if spread.zero_stage >= 1 else 1) for n, spread in self._parts)
+        local = sum(n / (spread.sharded_over if spread.zero_stage >= 1 else 1) for n, spread in self._parts)
+        own = local * self._trained
         strategy, on_gpu_s = self.strategy, OPTIMIZER_BYTES * own / self._memory_bytes_per_s
         if not strategy.cpu_optimizer:
             return on_gpu_s
@@ -452,6 +456,7 @@ class TrainCost:
             on_gpus = backward * strategy.states_bytes * local * (1 - strategy.cpu_optimizer)
             states += on_gpus / (spread.sharded_over if strategy.zero_stage >= 1 else 1)
             states += saver * strategy.gradient_bytes * local / (spread.sharded_over if strategy.zero_stage >= 2 else 1)
+        states *= self._trained
         slow = (states + weights * (saver or strategy.fsdp)) * (saver or strategy.host_memory == "pageable")
         slow_s = allocated_copy_s(slow, host, strategy.host_memory, out=out)
         return host_copy_s(weights + states - slow, host) + slow_s

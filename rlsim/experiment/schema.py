@@ -149,6 +149,7 @@ class TrainingSpec(Schema):
     micro_batch_sequences: int | None = Field(default=None, ge=1, le=1_000_000)
     log_prob_micro_batch_sequences: int | None = Field(default=None, ge=1, le=1_000_000)
     shard_gpus: int | None = Field(default=None, ge=1, le=1_000_000)
+    lora_rank: int | None = Field(default=None, ge=1, le=65_536)
     gradients: GradientType = "fp32"
     recompute: Recompute = "full"
     packing: Packing = "balanced"

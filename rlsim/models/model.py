@@ -133,6 +133,11 @@ class Model(Config):
         layers = sum(count * layer.parameters for layer, count in self.groups.items())
         return layers + self.embedding_parameters + self.hidden_size
 
+    def adapters(self, lora_rank: int | None) -> float:
+        """LoRA's weights over all others (`Layer.adapter_parameters`); 0 without."""
+        added = sum(count * layer.adapter_parameters(lora_rank or 0) for layer, count in self.groups.items())
+        return added / self.parameters
+
     @property
     def active_parameters(self) -> int:
         """Weights that one token passes: `parameters` without the experts it is not routed to."""

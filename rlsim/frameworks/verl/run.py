@@ -36,6 +36,7 @@ class TrainingArguments(Schema):
     log_prob_micro_batch_tokens: Annotated[Tokens, Field(ge=1)] | None = Field(default=None)
     log_prob_micro_batch_sequences: int | None = Field(default=None, ge=1)
     recompute: Recompute | None = None
+    lora_rank: int | None = Field(default=None, ge=1)
     offload: bool | None = None
     mini_batches: int | None = Field(default=None, ge=1)
     epochs: int | None = Field(default=None, ge=1)
@@ -218,7 +219,7 @@ def _strategies(
 ) -> tuple[TrainStrategy, TrainStrategy]:
     """The strategy of training and that of log-prob passes, which may have other micro-batches."""
     logged = Reading("verl", find.config, megatron=backend == "megatron").known("run")
-    names = ("tp", "pp", "cp", "ep", "expert_tp", "recompute")
+    names = ("tp", "pp", "cp", "ep", "expert_tp", "recompute", "lora_rank")
     values = {name: find.prefer(f"train.{name}", getattr(given, name), logged.get(name)) for name in names}
     tp, pp, cp, ep = (values[name] or 1 for name in names[:4])
     share = tp * pp * cp
@@ -233,6 +234,7 @@ def _strategies(
         "cp": cp,
         "zero_stage": given.zero_stage if given.zero_stage is not None else (3 if backend == "fsdp" else 1),
         "recompute": values["recompute"] or "full",
+        "lora_rank": values["lora_rank"],
         "offload": _offload(given, find),
         "sequence_parallel": tp > 1,
         "gradients": logged["gradients"],

@@ -23,6 +23,10 @@ class FeedForward(Part):
         """Weights of all experts' matrices on one GPU."""
         return 0
 
+    def edges(self, hidden: int) -> int:  # noqa: ARG002
+        """Inputs and outputs of all experts' matrices."""
+        return 0
+
     def routed_weights(self, hidden: int) -> int:  # noqa: ARG002
         """Those of the experts that one token is routed to."""
         return 0
@@ -125,6 +129,9 @@ class Experts(FeedForward):
 
     def grouped_weights(self, hidden: int, tp: int = 1) -> int:
         return self.experts * self._expert_weights(hidden, tp)
+
+    def edges(self, hidden: int) -> int:
+        return self.experts * (self.projections + 1) * (self.token_width(hidden) + self.width)
 
     def routed_weights(self, hidden: int) -> int:
         return self.active * self._expert_weights(hidden)

@@ -55,6 +55,10 @@ class Layer:
         """Weights of the matrices that one token passes (biases and norms are not multiplications)."""
         return weights_of(self.linears()) + self.mlp.routed_weights(self.hidden)
 
+    def adapter_parameters(self, rank: int) -> int:
+        """Weights of LoRA's adapters, two of this rank beside every matrix (Hu et al. 2021), of each expert its own."""
+        return rank * (sum(one.matrices * one.k_in + one.n_out for one in self.linears()) + self.mlp.edges(self.hidden))
+
     def tensors(self, *, stacked: bool = False) -> int:
         """Weights and biases that have a name of their own in a checkpoint; `stacked`: experts of a layer are two."""
         parts = self.attention.tensors(self.hidden) + self.mlp.tensors(self.hidden)
