@@ -19,7 +19,8 @@ OVERRIDDEN = "as overridden"
 #: What only a framework's own files say, and the option of `rlsim init` that reads these.
 _FRAMEWORKS = {
     "veRL": (r"actor_rollout_ref|verl\.trainer", "--from-verl"),
-    "NeMo-RL": (r"^ *grpo[:.]|run_grpo|nemo_rl", "--from-nemo"),
+    # Files that others inherit from, as no other framework has them, say nothing else of whose they are.
+    "NeMo-RL": (r"^ *grpo[:.]|run_grpo|nemo_rl|^defaults:[\s-]*[\"']?[\w./-]+\.ya?ml", "--from-nemo"),
     "slime": (r"rollout[-_]num[-_]gpus|actor[-_]num[-_]nodes", "--from-slime"),
     "SkyRL": (r"-m skyrl|trainer\.placement\.|generator\.(num_)?inference_engine", "--from-skyrl"),
     "AReaL": (r"^allocation_mode:|max_head_offpolicyness|^ +max_concurrent_rollouts:|-m areal\.", "--from-areal"),
