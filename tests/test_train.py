@@ -281,6 +281,17 @@ def test_communication_of_context_parallelism_by_hand() -> None:
     assert cost(IDEAL, Ring(4e9), slow, cp=4).forward_s([1000]).communication_s == 0.0
 
 
+def test_layers_without_attention_exchange_nothing_over_cp() -> None:
+    hybrid = load_model("nemotron-3-nano-30b-a3b")  # a block a layer: Mamba, experts or attention
+    assert not all(layer.attention.blocks for layer in hybrid.groups)
+    times = [
+        TrainCost(hybrid, H100, Ring(bus), TrainStrategy(cp=2), REAL).part_time([1000], backward=True)
+        for bus in (1e9, 2e9)
+    ]
+    slow, fast = (one.communication_s for one in times)
+    assert 0 < fast < slow
+
+
 def test_flops_by_hand() -> None:
     """Two per token and weight of matrices and head at half the peak; 4 · 4096 a layer for each pair of query and key
     at 0.62 of it, and for 200 pairs more a token."""

@@ -354,7 +354,7 @@ class TrainCost:
                     partial(self._groups.time_s, op, group="tp"), local * (self.model.hidden_size * BF16)
                 )
                 exposed += layer.blocks * passes.tensor_parallel * time
-        if strategy.cp > 1:
+        if strategy.cp > 1 and layer.kv_bytes:
             exchange = _interpolated(partial(self._groups.time_s, "all_gather", group="cp"), tokens * layer.kv_bytes)
             exposed += np.maximum(exchange * passes.tensor_parallel - attention, 0.0)
         if layer.expert_s:
