@@ -142,6 +142,7 @@ def _note_refusals(reading: Reading, draft: Draft, settings: RunSettings, model:
 def _unlike(config: VerlSettings, draft: Draft) -> list[str]:
     """What bears on time and is not in the experiment, by the tables of what is unlike, each with where it is said."""
     elsewhere = {key for key in _KEYS if key.startswith(ACTOR + "megatron.") and not config.megatron}
+    elsewhere.add(MODEL + ("lora_rank" if config.megatron else "lora.rank"))
     if config.megatron:  # whose own key counts before 0.8, the model's from then on
         elsewhere.add((MODEL if config.version < "0.8" else ACTOR + "megatron.") + "use_remove_padding")
     engine = config.told(TEXT, "engine") or "vllm"
