@@ -19,7 +19,7 @@ from rlsim.cli.tables import parts
 from rlsim.cli.tuning import _changes, _idle, _price, _print, verdict
 from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
-from rlsim.frameworks.draft import write_changes, yaml_text
+from rlsim.frameworks.draft import check_new, write_changes, yaml_text
 from rlsim.frameworks.mapping import names
 from rlsim.frameworks.parts import Options
 from rlsim.policies.registry import BUILTIN
@@ -507,6 +507,22 @@ def test_the_written_script_is_the_changed_configuration(tmp_path: Path) -> None
     assert "++actor_rollout_ref.rollout.engine_kwargs" in out.read_text()
     with pytest.raises(ConfigError, match="exists"):
         write_changes(path, changes, out)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [("a.yaml", "defaults: ../base.yaml"), ("a.yaml", "defaults:\n  - base.yaml"), ("a.sh", 'cd "$(dirname "$0")"'),
+     ("a.sh", 'source "$(dirname -- "${BASH_SOURCE[0]}")/model.sh"')],
+)  # fmt: skip
+def test_what_names_files_by_where_it_lies_is_written_beside_itself(tmp_path: Path, name: str, line: str) -> None:
+    path = tmp_path / name
+    path.write_text(f"{line}\n")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ConfigError, match=f"in the same folder, such as .*tuned{path.suffix}"):
+        check_new(tmp_path / "other" / name, path)
+    check_new(tmp_path / f"mine{path.suffix}", path)
+    path.write_text("defaults:\n  - actor@actor_rollout_ref.actor: dp_actor\n")  # Hydra's, which veRL itself finds
+    check_new(tmp_path / "other" / name, path)
 
 
 def test_the_written_yaml_is_the_changed_configuration(tmp_path: Path) -> None:

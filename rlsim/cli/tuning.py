@@ -71,7 +71,7 @@ def tune(
     from rlsim.results.tune.space import Bound
 
     if write is not None:
-        check_new(write)
+        check_new(write, Path(sources[0]))
     if rollouts is not None and log is None:
         raise ConfigError("--rollouts goes with --log; lengths alone are a trace: rlsim trace import, then --trace")
     if on_policy and max_staleness is not None:

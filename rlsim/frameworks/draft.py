@@ -161,11 +161,20 @@ def override(key: str, value: Any) -> str:
     return f"{'++' * bool(_OPEN.search(key))}{key}={quoted}"
 
 
-def check_new(out: Path) -> None:
-    """Raises `ConfigError` if there is a file already, or none can be written."""
+#: Parents of a YAML file, and a script that asks for its own folder.
+_BESIDE = re.compile(r"^defaults:[\s-]*[\"']?[\w./-]+\.ya?ml|BASH_SOURCE|dirname[ \"'-]+\$\{?0", re.MULTILINE)
+
+
+def check_new(out: Path, source: Path) -> None:
+    """Raises `ConfigError` if there is a file already, none can be written, or `source` names files beside itself that
+    are not beside `out`."""
     check_file(out)
     if out.exists():
         raise ConfigError(f"{out} exists: give another file to --write")
+    elsewhere = source.is_file() and source.resolve().parent != out.resolve().parent
+    if elsewhere and (found := _BESIDE.search(source.read_text(encoding="utf-8", errors="replace"))):
+        what = f"{source} names files by where it lies ({found[0].strip()})"
+        raise ConfigError(f"{what}: give --write a file in the same folder, such as {source.with_stem('tuned')}")
 
 
 def write_changes(source: Path, changes: Mapping[str, Any], out: Path) -> None:
@@ -173,7 +182,7 @@ def write_changes(source: Path, changes: Mapping[str, Any], out: Path) -> None:
 
     Raises `ConfigError` as `check_new`, and for a script no line of which sets a key.
     """
-    check_new(out)
+    check_new(out, source)
     text = source.read_text(encoding="utf-8")
     flags = any(key.startswith("--") for key in changes)
     change = _flags if flags else _yaml if source.suffix in (".yaml", ".yml") else _script
