@@ -303,6 +303,22 @@ def test_idle_gpus_have_a_cause_where_they_are_idle() -> None:
     assert _idle(parts(0.004)) == "; GPUs are idle for 0%"
 
 
+def test_memory_is_told_of_the_gpus_that_each_side_has(tmp_path: Path) -> None:
+    """Six of eight GPUs train in stages that eight could not form."""
+    late = own(
+        tmp_path,
+        workflow={"prompts": 12, "responses": 4, "steps": 2},
+        training={"backend": "megatron", "pp": 6},
+        systems=[{"one_step_off": {"tp": 2, "rollout_gpus": 2}}],
+    )
+    parts = parts_of(LoadedExperiment.of(late.experiment({}), tmp_path), tmp_path, Run(3, 1))
+    fits = parts.memory.set_index("tp")
+    assert fits.index[fits.fits].tolist() == [1, 2]
+    assert "the 2 GPUs of a node that generation has" in str(fits.loc[4, "why_not"])
+    assert not fits.resident_gb.any()
+    assert parts.memory_calls.fits.all()
+
+
 def test_idle_time_of_steps_that_overlap_is_of_as_many_as_they_need(tmp_path: Path) -> None:
     workflow = {"prompts": 16, "responses": 4, "steps": 6}
     late = own(tmp_path, workflow=workflow, systems=[{"one_step_off": {"tp": 1, "rollout_gpus": 4}}])

@@ -17,14 +17,13 @@ from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.engines import rollout_costs
 from rlsim.experiment.placed import PlacedExperiment
-from rlsim.experiment.simulator import Simulator
 from rlsim.results.tune.idle import idle_causes, idle_shares, waits
 from rlsim.results.tune.space import baseline_of
 from rlsim.results.tune.trial import Run, simulator_of, tables_of
 
 
 def memory_by_tp(placed: PlacedExperiment) -> pd.DataFrame:
-    """The rollout engine at every TP that divides a node, where all calls share all GPUs.
+    """The rollout engine at every TP that divides a node, on the GPUs that it has, beside what others keep there.
 
     One row per TP. Bytes are GB (1e9) on each GPU: `weights_gb`, `activations_gb` (working memory of an iteration),
     `reserved_gb` (context, communication, graphs), `resident_gb` (what training and other models keep meanwhile),
@@ -39,7 +38,7 @@ def memory_by_tp(placed: PlacedExperiment) -> pd.DataFrame:
         plan, unplaced = placed.unchecked_plan, str(error)
     loaded, cluster, gpus = placed.loaded, placed.loaded.cluster, len(placed.generation.gpus)
     left = len(placed.generation.nodes(cluster)[0])  # of a node; as many of each
-    _, beside_bytes = placed.ledger_of(plan).staying(placed.gpus)
+    _, beside_bytes = placed.ledger_of(plan).staying(placed.generation.gpus)
     costs = rollout_costs(loaded, placed.generation.gpus, resident_bytes=beside_bytes)
     budget_bytes = loaded.experiment.memory_utilization * cluster.gpu_at(0).memory_bytes
     step, longest, rows = loaded.experiment.workflow.prompts * loaded.launched_responses, loaded.longest_sequence, []
@@ -47,7 +46,7 @@ def memory_by_tp(placed: PlacedExperiment) -> pd.DataFrame:
         row: dict[str, object] = {"tp": tp, "replicas": gpus // tp, "fits": False, "waits": False}
         rows.append(row)
         if left % tp:
-            row["why_not"] = f"TP {tp} does not divide the {left} GPUs of a node that workflow.reward.judge leaves"
+            row["why_not"] = f"TP {tp} does not divide the {left} GPUs of a node that generation has"
             continue
         try:
             memory = costs.memory(tp, min_tokens=-sys.maxsize)  # whatever is left, and be it less than nothing
@@ -78,7 +77,7 @@ _BYTES = ("budget_gb", "weights_gb", "activations_gb", "reserved_gb", "resident_
 
 
 def memory_by_call(placed: PlacedExperiment) -> pd.DataFrame:
-    """The calls beside generation where all calls share all GPUs, on each GPU in GB: one row per call.
+    """The calls beside generation, on each of their GPUs in GB: one row per call.
 
     `kept_gb` between its runs, `working_gb` only while it runs, `total_gb` on the fullest GPU while it runs with all
     that others keep there, `gpu_gb` what the GPU has, `fits`.
@@ -88,7 +87,7 @@ def memory_by_call(placed: PlacedExperiment) -> pd.DataFrame:
         gpu, rows = ledger.fullest(name)
         kept = total(row for row in rows if row.holder == name and row.stays)
         working = total(row for row in rows if row.holder == name and not row.stays) - RESERVED_BYTES
-        gpu_bytes, model = loaded.cluster.gpu_at(gpu).memory_bytes, loaded.models[loaded.algorithm.call(name).model]
+        gpu_bytes, model = loaded.cluster.gpu_at(gpu).memory_bytes, loaded.models[placed.workflow.call(name).model]
         sizes = [size / GB for size in (kept, working, total(rows), gpu_bytes)]
         found.append((name, model.name, *sizes, total(rows) <= gpu_bytes))
     return pd.DataFrame(found, columns=["call", "model", "kept_gb", "working_gb", "total_gb", "gpu_gb", "fits"])
@@ -115,7 +114,7 @@ def parts_of(loaded: LoadedExperiment, folder: Path, run: Run) -> Parts:
     tables, gpus = tables_of(simulator, spec, run.seed), loaded.cluster.gpus
     own = {name: tables[name] for name in ("steps", "spans", "responses", "stays", "calls")}
     causes = idle_causes(**own, gpus=gpus)
-    placed = Simulator(loaded, search=False).placed()
+    placed = simulator.placed(spec.make())
     return Parts(
         idle_shares(causes, own["steps"], gpus).drop(columns=["case", "system"]),
         waits(causes, own["steps"], gpus).drop(columns=["case", "system"]),
