@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from reference import RefEngine, RefTools
 from reference_hybrid import HybridRollingRun, HybridRun, RefHybrid
 from reference_open import OpenResult, RefCheck, RefRewards, RollingRun, _Run
-from test_engine import FixedWatermark, environment_of
+from test_engine import FixedWatermark, calls_of, environment_of
 from workloads import (
     COUNT,
     KV,
@@ -50,7 +50,6 @@ from rlsim.sim.request import Request
 from rlsim.sim.reward import RewardFunction, RewardJob
 from rlsim.sim.run import simulate
 from rlsim.sim.simulation import CallTimes, Relay, Simulation
-from rlsim.trace.turns import ToolCall
 from rlsim.workflow import Call, Edge, Placement, Plan, Workflow
 from rlsim.workflow.graph import CallKind
 
@@ -190,6 +189,17 @@ class OpenRun:
     times: StepTimes = field(default_factory=StepTimes)
 
 
+def longer(calls: Iterable[tuple[Any, ...]], factor: float, nothing: float = 0.0) -> tuple[tuple[Any, ...], ...]:
+    """The same calls with times `factor` as long, and those of no time as long as `nothing`."""
+
+    def of(agent: tuple[Any, ...]) -> tuple[Any, ...]:
+        return *agent[:2], longer(agent[2], factor, nothing), *(factor * (s or nothing) for s in agent[3:])
+
+    return tuple(
+        (*call[:2], factor * (call[2] or nothing), *(tuple(map(of, agents)) for agents in call[3:])) for call in calls
+    )
+
+
 @dataclass(frozen=True)
 class OpenWorkload:
     """A whole run: `sizes` has a prompt's tokens and those of its responses, over and over again.
@@ -218,7 +228,7 @@ class OpenWorkload:
     spread_s: float = 0.0  # where replicas take new weights on their own: until all nodes have them
     pull_s: float = 0.0  # then: until a replica has them
     tools: RefTools | None = None  # where trajectories act; None: there are none
-    calls: tuple[tuple[tuple[int, int, float], ...], ...] = ()  # of trajectories, over and over again
+    calls: tuple[tuple[tuple[Any, ...], ...], ...] = ()  # of trajectories, over and over again
 
     @property
     def rolling(self) -> bool:
@@ -242,14 +252,16 @@ class OpenWorkload:
     def of_prompt(self, position: int) -> tuple[tuple[int, int], ...]:
         return self.sizes[position % len(self.sizes)]
 
-    def tools_of(self, position: int, sample: int) -> tuple[tuple[int, int, float], ...]:
-        """The tool calls of a response, as far as its length goes."""
+    def tools_of(self, position: int, sample: int) -> tuple[tuple[Any, ...], ...]:
+        """The tool calls of a response, as far as its length goes; every other prompt's lose no sandbox by time."""
         if not self.calls:
             return ()
         of_prompt = self.of_prompt(position)
         _, length = of_prompt[sample % len(of_prompt)]
         calls = self.calls[(position * len(of_prompt) + sample) % len(self.calls)]
-        return tuple(call for call in calls if call[0] + call[1] < length)
+        most_s = self.tools.timeout_s if self.tools and self.tools.restarts >= 0 and position % 2 else math.inf
+        calls = tuple(call for call in calls if call[0] + call[1] < length and call[2] < most_s / 2)
+        return longer(calls, 1.0 + random.Random(1000 * position + sample).random())  # of no two they are alike
 
     @property
     def rewards(self) -> RefRewards:
@@ -289,7 +301,7 @@ class OpenWorkload:
 
         def requests(launched: Sequence[Prompt], samples: int, first_id: int) -> list[Request]:
             keys = [(prompt.position, prompt.first_sample + i) for prompt in launched for i in range(samples)]
-            calls = [tuple(ToolCall(*call) for call in self.tools_of(*key)) for key in keys]
+            calls = [calls_of(self.tools_of(*key)) for key in keys]
             new = [
                 Request(first_id + i, at, *self.of_prompt(at)[sample % samples], row=sample, tool_calls=calls[i])
                 for i, (at, sample) in enumerate(keys)
@@ -520,10 +532,14 @@ def rolling(draw: st.DrawFn, clock: Clock, always: Extension | None = None) -> O
 def open_agents(draw: st.DrawFn) -> OpenWorkload:
     """Runs of trajectories that call tools."""
     work = draw(draw(st.sampled_from([open_workloads, rolling]))("real"))
-    drawn = (draw(tool_calls(i, 60, 0)) for i in range(draw(st.integers(1, 12))))
-    calls = tuple(tuple(call[:3] for call in calls) for calls in drawn)
-    # Who of several is first at one moment is left open, and prompts of one size begin together.
-    tools = replace(draw(environments()), together=False, sandboxes=0, workers=0, least_context=False, restarts=-1)
+    calls = tuple(draw(tool_calls(i, work.cap_tokens, 0)) for i in range(draw(st.integers(1, 12))))
+    if draw(st.booleans()):
+        calls = tuple(tuple(call[:3] for call in own) for own in calls)
+    else:
+        calls = tuple(longer(own, 1.0, 0.003) for own in calls)
+    tools = replace(draw(environments()), together=False)
+    if work.node_gpus != (work.tp,):  # who of several is first is left open, and those of replicas alike begin together
+        tools = replace(tools, sandboxes=0, workers=0, least_context=False)
     return replace(work, calls=calls, tools=tools)
 
 
@@ -531,8 +547,7 @@ def open_agents(draw: st.DrawFn) -> OpenWorkload:
 def open_drafted(draw: st.DrawFn) -> OpenWorkload:
     """Runs, of trajectories too, whose steps yield what is drawn."""
     work = draw(st.one_of(open_workloads("real"), rolling("real"), open_agents()))
-    calls = tuple(tuple(call[:3] for call in own) for own in work.calls)  # sub-agents' numbers go by their names
-    return replace(work, costs=draw(by_chance(work.costs)), calls=calls)
+    return replace(work, costs=draw(by_chance(work.costs)))
 
 
 # ---- trainers that generate meanwhile --------------------------------------------------------------------------------

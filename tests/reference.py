@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Any, Literal, NamedTuple
 
+from numpy.random import Generator, default_rng
+
 from rlsim.cost.curve import InWindows
 from rlsim.cost.step import PLAIN_KV, Chunk, Conditions, KvShape, StepCost
 from rlsim.cost.transfer import SwitchCost, SwitchWay
@@ -21,6 +23,8 @@ from rlsim.sim.control import Action, KvHandling, Launch, ReplicaView, RequestVi
 from rlsim.sim.drawn import AcceptanceDraws
 
 ONE_MOMENT = 1e-11
+#: The number of a sub-agent is that of its trajectory and a multiple of this.
+AGENT = 2**32
 
 
 def in_windows(step: StepCost, contexts: Sequence[int]) -> InWindows | None:
@@ -70,7 +74,9 @@ class RefTools:
     least_context: bool = False
     keep_kv_s: float = 0.0  # for so long its pages are kept for a trajectory
     timeout_s: float = math.inf
-    restarts: int = -1  # of a trajectory whose call reaches its time-out, then it is dropped; -1: it goes on
+    restarts: int = -1  # of a trajectory whose call fails or reaches its time-out, then it is dropped; -1: it goes on
+    failures: float = 0.0
+    retries: int = 0  # of a call that fails, where nothing begins again
 
 
 @dataclass(frozen=True)
@@ -224,6 +230,10 @@ class _Request(RefRequest):
     def left(self) -> bool:
         return self.state not in ("finished", "aborted", "paused")
 
+    @property
+    def root(self) -> _Request:
+        return self.parent.root if self.parent else self
+
     def lose_kv(self) -> None:
         self.state, self.arrived_kv, self.prefilled, self.hit, self.shares = "waiting", False, 0, 0, 0
 
@@ -237,6 +247,7 @@ class _Call:
     asked_at: float
     where: Literal["sandbox", "starts", "worker", "runs", "waits", "over"] = "sandbox"
     until: float = math.inf
+    takes_s: float = 0.0
     lost: bool = False
 
     @property
@@ -416,6 +427,7 @@ class _Rollout:
         self.sandboxes: list[_Request] = []  # who has one
         self.agents: list[_Agent] = []  # that somebody waits for
         self.agents_so_far = 0
+        self.numbers: dict[tuple[int, ...], Generator] = {}  # by which calls fail
         self.pins: list[tuple[float, _Replica, _Request, int]] = []  # until when, by which call
         self.unpinning: list[tuple[_Replica, _Request]] = []  # at the replica's next boundary
         self.requests = [_Request(**vars(r)) for r in requests]
@@ -426,6 +438,7 @@ class _Rollout:
         self.moves: list[_Move] = []
         self.switches: list[_Switch] = []  # not ended
         self.homeless: list[_Request] = []  # their replica is gone, and none is active
+        self.came_back: list[list[_Request]] = []  # from their tools, without a replica, at this moment
         self.freed: list[list[_Request]] = []  # of replicas released at this moment
         self.stranded: list[tuple[int, list[_Request]]] = []  # of moves, to one that is gone, at this moment
         self.moves_so_far = 0
@@ -931,10 +944,7 @@ class _Rollout:
         """Tool calls get sandboxes and workers, in order."""
         tools, before = self.tools, [(call.request, call.where) for call in self.at_tools]
         for call in self.at_tools:
-            root = call.request
-            while root.parent:
-                root = root.parent
-            if call.where == "sandbox" and root in self.sandboxes:
+            if call.where == "sandbox" and call.request.root in self.sandboxes:
                 call.where = "worker"
                 self.for_workers.append(call)
             elif call.where == "sandbox" and not 0 < tools.sandboxes <= len(self.sandboxes):
@@ -946,12 +956,11 @@ class _Rollout:
         for call in list(self.for_workers):
             if not 0 < tools.workers <= sum(other.where == "runs" for other in self.at_tools):
                 self.for_workers.remove(call)
-                seconds = call.request.tools[0][2]
-                call.lost = seconds > tools.timeout_s and tools.restarts >= 0 and not call.request.parent
-                call.where, call.until = "runs", self.now + min(seconds, tools.timeout_s)
+                call.where, call.takes_s = "runs", self.takes_s(call)
+                call.until = self.now + call.takes_s
                 for prompt, length, own, delay_s, told_s in call.agents:
                     self.agents_so_far += 1
-                    name = 2**50 + self.agents_so_far
+                    name = call.request.root.id + self.agents_so_far * AGENT
                     agent = _Request(name, name, prompt, length, tools=own, parent=call.request)
                     agent.numbers = call.request.numbers.of_sub_agent()
                     self.agents.append(_Agent(agent, self.now + delay_s, told_s))
@@ -965,11 +974,31 @@ class _Rollout:
             ending = [call for call in ending if call.asked_at == call.until == self.now and not call.agents]
         for call in ending:
             call.where = "waits"
-            self.result.tool_s[call.request.id] += min(call.request.tools[0][2], self.tools.timeout_s)
+            self.result.tool_s[call.request.id] += call.takes_s
             if call.lost:
                 self.lose(call)
             self.go_on_with(call)
         return bool(ending)
+
+    def takes_s(self, call: _Call) -> float:
+        """How long it runs, failures included; with one, or at its time-out, a sandbox may be lost."""
+        tools, r, seconds = self.tools, call.request, call.request.tools[0][2]
+        once, tries = min(seconds, tools.timeout_s), 1
+        if tools.restarts >= 0 and not r.parent:
+            call.lost = (self.fails(r) if tools.failures else False) or seconds > tools.timeout_s
+            return once
+        most = tools.retries if tools.restarts < 0 else tools.restarts
+        while tools.failures and tries <= most and self.fails(r):
+            tries += 1
+        return once * tries
+
+    def fails(self, r: _Request) -> bool:
+        """By the next number of an attempt of its trajectory."""
+        key = 0, *self.sample(r.root), *([r.root.attempts] if r.root.attempts else [])
+        return self.numbers.setdefault(key, default_rng(key)).random() < self.tools.failures
+
+    def sample(self, r: _Request) -> tuple[int, int]:
+        return r.position, r.id
 
     def lose(self, call: _Call) -> None:
         """Its sandbox is lost: it begins again, or is dropped."""
@@ -980,6 +1009,7 @@ class _Rollout:
             self.paused_at_tools = True
             return
         self.drop_agents(r)
+        self.stay_away()  # those that wait for a worker do not get its own
         self.sandboxes.remove(r)
         r.generated, r.tools, r.attempts = 0, r.all_tools, r.attempts + 1
 
@@ -993,8 +1023,7 @@ class _Rollout:
             _, observed, *_ = r.tools[0]
             r.generated, r.tools = r.generated + observed, r.tools[1:]
         if not self.tools.together:
-            self.come_back(call)
-            self.house()
+            self.came_back.append(self.come_back(call))
 
     def follow_agents(self) -> bool:
         """Sub-agents begin, and who waits for them is told."""
@@ -1031,11 +1060,13 @@ class _Rollout:
             return False
         if any(self.reached(agent.told_at) for agent in self.agents):  # who waits for it is told at this very moment
             return False
-        for call in sorted(over, key=lambda call: call.request.id):
-            self.come_back(call)
+        self.came_back.append(
+            [r for call in sorted(over, key=lambda call: call.request.id) for r in self.come_back(call)]
+        )
         return True
 
-    def come_back(self, call: _Call) -> None:
+    def come_back(self, call: _Call) -> list[_Request]:
+        """To its replica, or it is returned: it is dealt at the end of the moment."""
         r = call.request
         self.at_tools.remove(call)
         if r.generated >= r.limit:
@@ -1043,14 +1074,22 @@ class _Rollout:
             self.leave_sandbox(r)
             if call.home:
                 self.unpinning.append((call.home, r))
-            return
+            return []
         r.state = "waiting"
         if call.home and call.home.active and not (self.tools.least_context or call.lost):
             call.home.arrive(r, self.now)
-        else:
-            self.homeless.append(r)
-            if call.home:
-                self.unpinning.append((call.home, r))
+            return []
+        if call.home:
+            self.unpinning.append((call.home, r))
+        return [r]
+
+    def deal_back(self) -> bool:
+        """What is back from its tools and has no replica."""
+        back, self.came_back = self.came_back, []
+        for requests in back:
+            self.homeless += requests
+            self.house()
+        return any(back)
 
     def stay_away(self) -> bool:
         """What was to be done at this boundary to those that have left for their tools: they are dropped, not moved."""
@@ -1361,7 +1400,7 @@ class _Rollout:
         self.end_pins()
         self.settle()
         self.begin_all()
-        while self.end_calls() + self.follow_agents():
+        while self.follow_agents() + self.end_calls() or self.deal_back():
             self.settle()
             self.begin_all()
 
@@ -1404,7 +1443,7 @@ class _Rollout:
         self.result.unfinished = {r.id for r in self.own if r.state not in ("finished", "aborted")}
         self.result.generated = {r.id: r.generated for r in self.own}
         for counted in (self.result.preemptions, self.result.first_token_at, self.result.tool_s):
-            for agent in [i for i in counted if i > 2**50]:
+            for agent in [i for i in counted if i >= AGENT]:
                 del counted[agent]
 
 

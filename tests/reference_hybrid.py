@@ -184,7 +184,6 @@ class HybridRollingRun(HybridRun, RollingRun):
         for i, r in running.items():
             if r.state == "moving":
                 self.left_with[i] = self.version_of(sources[i])
-        self.emptied += before
         return any_left
 
     def arrive(self) -> bool:

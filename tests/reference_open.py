@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from reference import RefStay, _Replica, _Request, _Rollout
+from reference import HaltedError, RefStay, _Call, _Replica, _Request, _Rollout
 
 from rlsim.sim.batching import Batching
 from rlsim.sim.continuous import OpenView, Ready, Update
@@ -71,6 +71,8 @@ class RefResponse:
     generated: int = 0
     preemptions: int = 0
     aborted: bool = False
+    attempts: int = 0  # that were lost
+    tools_s: tuple[float, float] = (0.0, 0.0)  # in tool calls, and until these began
     first_token_at: float = math.nan
     finished_at: float = math.nan
     check_at: float = math.nan  # a worker begins
@@ -129,6 +131,7 @@ class _Run(_Rollout):
         self.dropped: list[int] = []  # positions so far
         self.again: list[int] = []  # of these, to begin before new ones
         self.told_dropped = 0  # of these, to a step
+        self.useless = 0  # of these since a step had its batch, not for their age
         self.launched_since_update = self.left_at_update = 0
         self.phase: Literal["works", "asks", "stops", "syncs", "over"] = "works"  # of the present step
         self.begins = False  # the step, at this moment
@@ -214,8 +217,8 @@ class _Run(_Rollout):
             group = _Group(position, [])
             before = sum(at == position for at, _ in self.keys.values())  # samples that it has had
             for sample, (prompt_tokens, response_tokens) in enumerate(self.work.of_prompt(position), before):
-                request = _Request(len(self.requests), position, prompt_tokens, response_tokens)
-                request.tools = self.work.tools_of(position, sample)
+                tools = self.work.tools_of(position, sample)
+                request = _Request(len(self.own), position, prompt_tokens, response_tokens, tools=tools)
                 request.numbers = AcceptanceDraws((position, sample), 0.3)
                 self.requests.append(request)
                 self.by_id[request.id] = request
@@ -245,13 +248,13 @@ class _Run(_Rollout):
 
     def begin(self, replica: _Replica) -> None:
         super().begin(replica)
-        for r in replica.admitted:
+        for r in (r for r in replica.admitted if not r.parent):
             self.response(r).replica = replica.index
 
     def end(self, replica: _Replica) -> bool:
         """Every token is of the version that the replica has now."""
         version = self.version_of(replica)
-        there = [(r, r.generated) for r in replica.admitted]
+        there = [(r, r.generated) for r in replica.admitted if not r.parent]
         finished = super().end(replica)
         for r, before in there:
             response = self.response(r)
@@ -267,15 +270,21 @@ class _Run(_Rollout):
                 self.complete.append(r)
         return finished
 
-    def end_calls(self, at_once: bool = False) -> bool:
+    def go_on_with(self, call: _Call) -> None:
         """What is observed counts to the version of the weights that made the call."""
-        before = [(call.request, call.request.generated) for call in self.at_tools]
-        ended = super().end_calls(at_once)
-        for r, generated in before:
-            if r.generated > generated:
-                version, tokens = self.response(r).runs[-1]
-                self.response(r).runs[-1] = version, tokens + r.generated - generated
-        return ended
+        r, generated = call.request, call.request.generated
+        super().go_on_with(call)
+        if r.generated > generated and not r.parent:
+            version, tokens = self.response(r).runs[-1]
+            self.response(r).runs[-1] = version, tokens + r.generated - generated
+
+    def sample(self, r: _Request) -> Key:
+        return self.keys[r.id]
+
+    def lose(self, call: _Call) -> None:
+        super().lose(call)
+        if not call.request.generated:  # it begins again
+            self.response(call.request).runs.clear()
 
     # --- what happens without a decision; each says whether anything did
 
@@ -417,6 +426,9 @@ class _Run(_Rollout):
             if aborted or (self.rewards and not self.rewards.filter.counts([r.reward for r in responses])):
                 self.launched_since_update -= 1
                 self.drop(group.position)
+                self.useless += 1
+                if self.useless > 50 * self.prompts:
+                    raise HaltedError
                 continue
             lengths = tuple(r.generated for r in group.requests)
             oldest = min(response.oldest for response in responses)
@@ -459,7 +471,7 @@ class _Run(_Rollout):
             self.taken += 1
             self.step.trained.append(item[0].prompt.position)
             self.step.staleness.append(number - item[0].version)
-        self.step.has_batch_at = self.now
+        self.step.has_batch_at, self.useless = self.now, 0
         self.places.clear()
         self.tell_dropped()
 
@@ -508,9 +520,10 @@ class _Run(_Rollout):
                 self.settle()
                 followed = self.check() + self.train() + self.stand_still() + self.go_on() > 0
             self.begin_all()
-            if self.phase != "over" and self.end_calls():
+            if self.phase != "over" and (self.follow_agents() + self.end_calls() or self.deal_back()):
                 followed = True
                 continue
+            self.asks, self.paused_at_tools = self.asks or self.paused_at_tools, False
             followed = self.phase != "over"
             if self.phase == "over" or self.look_at_idle():
                 pass
@@ -543,10 +556,11 @@ class _Run(_Rollout):
             self.looks = self.go_on_to_next()
             self.rest_of_moment(self.end_iterations())
         self.tell_dropped()
-        for r in self.requests:
+        for r in self.own:
             response = self.response(r)
             response.generated, response.preemptions = r.generated, self.result.preemptions[r.id]
-            response.aborted = r.state == "aborted"
+            response.aborted, response.attempts = r.state == "aborted", r.attempts
+            response.tools_s = self.result.tool_s.get(r.id, 0.0), self.result.tool_wait_s.get(r.id, 0.0)
         self.open.in_flight = {group.position for group in (*self.running, *(group for _, group in self.queue))}
         self.open.switches = [switch.begun_at for switch in self.result.switches]
         return self.open
@@ -591,6 +605,12 @@ class RollingRun(_Run):
         finished = super().end(replica)
         self.emptied.append(replica)
         return finished
+
+    def leave(self) -> bool:
+        before = [replica for replica in self.active() if replica.requests()]
+        any_left = super().leave()
+        self.emptied += before
+        return any_left
 
     def look_at_idle(self) -> bool:
         """At the end of a moment: what has nothing left takes new weights, or prompts."""

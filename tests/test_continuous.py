@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import pytest
 from open_workloads import OpenRun, OpenWorkload, Rule, StepTimes
+from reference import RefTools
 from reference_open import RefCheck
 from workloads import At, LinearStep, StubCosts
 
@@ -283,6 +284,13 @@ def test_a_run_ends_while_a_node_switches() -> None:
     done = OpenWorkload(sizes, 1, rule, (1.0,), (1.0,), (2,), costs=TWO_LAYOUTS, control=control).simulate()
     (switch,) = (span for span in done.outcome.spans if span.kind == "switch")
     assert (switch.gpus, switch.start_at, switch.end_at) == ((0, 1), 3.0, done.outcome.step_ends[-1])
+
+
+def test_a_run_whose_trajectories_are_all_dropped_is_an_error() -> None:
+    lost = RefTools(restarts=0, failures=0.9999)
+    work = OpenWorkload((((8, 8),),), 1, two(), (1.0,), (1.0,), costs=COSTS, tools=lost, calls=(((1, 1, 5.0),),))
+    with pytest.raises(PolicyError, match=r"dropped, .* no end in sight"):
+        work.simulate()
 
 
 @pytest.mark.parametrize("room", [{0: -1}, {0: 1.5}, {"a": 1}, 1.5])

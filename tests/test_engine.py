@@ -90,7 +90,8 @@ def environment_of(tools: RefTools) -> EnvironmentConfig:
         keep_kv="pinned" if tools.keep_kv_s == math.inf else tools.keep_kv_s,
         timeout=tools.timeout_s if tools.timeout_s < math.inf else None,
         on_failure="repeat" if tools.restarts < 0 else "restart" if tools.restarts else "drop",
-        retries=max(tools.restarts, 0),
+        retries=tools.retries if tools.restarts < 0 else tools.restarts,
+        failures=tools.failures,
     )
 
 
@@ -169,16 +170,17 @@ def check_stays(work: Workload, recorder: Recorder, expected: RefResult) -> None
         columns = {name: column.tolist() for name, column in at_replica.columns().items()}
         for i in range(len(at_replica)):
             stay = {name: column[i] for name, column in columns.items()}
-            stays.append(RefStay(id=stay.pop("response"), gpus=at_replica.gpus, **stay))
+            stays.append(RefStay(id=stay.pop("response") % AGENT, gpus=at_replica.gpus, **stay))
 
     def lasts(stay: RefStay) -> bool:
-        """Not so where a move takes no time and ends as everything stops; sub-agents have no numbers in common."""
-        return stay.id < AGENT and (stay.left != "stopped" or stay.left_at - stay.arrived_at > CLOSE * stay.left_at)
+        """Not so where a move takes no time and ends as everything stops."""
+        return stay.left != "stopped" or stay.left_at - stay.arrived_at > CLOSE * stay.left_at
 
-    stays, known = list(filter(lasts, stays)), list(filter(lasts, expected.stays))
+    stays = list(filter(lasts, stays))
+    known = [replace(stay, id=stay.id % AGENT) for stay in expected.stays if lasts(stay)]  # of a trajectory's agents
 
-    def key(stay: RefStay) -> tuple[int, float, float]:
-        return stay.id, stay.arrived_at, stay.left_at
+    def key(stay: RefStay) -> tuple[Any, ...]:
+        return stay.id, stay.arrived_at, stay.left_at, stay.gpus
 
     assert len(stays) == len(known)
     times = ("arrived_at", "admitted_at", "decoding_at", "left_at")

@@ -460,8 +460,8 @@ def tool_calls(draw: st.DrawFn, id_: int, length: int, done: int, later: bool = 
 
     after = done + 1
     for _ in range(draw(st.sampled_from([0, 1, 2, 5, 20]))):
-        after += rng.choice([0, rng.randint(0, 30)])
-        observed = rng.choice([0, 1, rng.randint(0, 100)])
+        after += rng.choice([0, rng.randint(0, min(30, length // 3))])
+        observed = rng.choice([0, 1, rng.randint(0, min(100, length // 2))])
         if after + observed >= length:
             break
         seconds = rng.choice([0.0, rng.uniform(1e-4, 0.1), rng.uniform(0.1, 5.0)])
@@ -492,8 +492,9 @@ def environments(draw: st.DrawFn) -> RefTools:
     together = draw(st.booleans())
     keep_kv_s = draw(st.sampled_from([0.0, 0.0, math.inf, rng.uniform(1e-3, 3.0)]))
     lost = draw(st.sampled_from([(math.inf, -1)] * 3 + [(0.05, -1), (0.5, 0), (0.5, 1), (2.0, 2)]))
+    fails = draw(st.sampled_from([(0.0, 0), (0.0, 0), (0.2, 0), (0.5, 2)]))
     slot = 0 if together else draw(slots)
-    return RefTools(slot, start_s, draw(slots), together, draw(st.booleans()), keep_kv_s, *lost)
+    return RefTools(slot, start_s, draw(slots), together, draw(st.booleans()), keep_kv_s, *lost, *fails)
 
 
 @st.composite

@@ -228,6 +228,12 @@ class OpenGeneration(Generation, RolloutControl):
             if any(r.aborted for r in group.requests) or not self._fits(group):
                 self._launched_since_update -= 1  # another may take its place
                 self._drop(group)
+                self._counts["useless"] += 1
+                if (useless := self._counts["useless"]) > ENDLESS * self._feed.prompts:
+                    raise PolicyError(
+                        f"{useless} prompts were dropped, for their rewards or as a response was, since a step last "
+                        f"had its batch of {self._feed.prompts}: no end in sight"
+                    )
                 continue
             lengths = tuple(r.generated for r in group.requests)
             ready = Ready(group.prompt, self._ready, group.version(self._open.version_of), lengths)
@@ -240,14 +246,7 @@ class OpenGeneration(Generation, RolloutControl):
         batching = self._what.batching
         if not batching.needs_rewards:
             return True
-        counts = batching.counts([r.reward for r in sorted(group.requests, key=attrgetter("finished_at"))])
-        self._counts["uncounted"] += not counts
-        if (uncounted := self._counts["uncounted"]) > ENDLESS * self._feed.prompts:
-            raise PolicyError(
-                f"{uncounted} prompts were dropped for their rewards since a step last had its batch of "
-                f"{self._feed.prompts}: no end in sight"
-            )
-        return counts
+        return batching.counts([r.reward for r in sorted(group.requests, key=attrgetter("finished_at"))])
 
     def _drop(self, group: _Group) -> None:
         self._dropped += 1
