@@ -87,8 +87,8 @@ def test_what_slurm_tells_a_script(tmp_path: Path) -> None:
     assert draft_of(tmp_path, "SLURM_JOB_NUM_NODES=4", text=text).data()["cluster"] == "4x8xh100"
 
 
-@cases("init", "what is no rl training")
-def test_what_is_no_rl_training(tmp_path: Path, text: str, message: str) -> None:
+@cases("init", "what is no rl training that is simulated")
+def test_what_is_no_rl_training_that_is_simulated(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         draft_of(tmp_path, text=text)
 

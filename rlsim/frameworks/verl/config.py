@@ -18,8 +18,8 @@ from rlsim.frameworks.verl.settings import STRATEGY, VerlSettings, defaults, rel
 _OVERRIDE = re.compile(r"(?P<mode>\+\+|\+|~)?(?P<key>[A-Za-z_][\w/]*(?:[.@][\w/]+)*)=(?P<value>.*)", re.DOTALL)
 #: The first parts of keys of veRL's configuration.
 ROOTS = frozenset(
-    {"actor_rollout_ref", "algorithm", "async_training", "critic", "custom_reward_function", "data", "distillation",
-     "reward", "reward_model", "rollout", "sandbox_fusion", "trainer"}
+    {"actor_rollout_ref", "algorithm", "async_resources", "async_training", "critic", "custom_reward_function", "data",
+     "distillation", "reward", "reward_model", "rollout", "sandbox_fusion", "trainer"}
 )  # fmt: skip
 #: Hydra's choices of the engine that trains.
 GROUPS = frozenset({"model_engine", "actor@actor_rollout_ref.actor"})

@@ -59,6 +59,7 @@ def from_verl(sources: Sequence[str], options: Options, version: str = VERSIONS[
     Raises `RlsimError`s that say what is missing, unknown or unsupported.
     """
     config = read_config(sources, version)
+    Reading("verl", config).refuse()
     config.check_keys((*config.default, *config.keys(*config.names), *_KEYS))
     apart = asynchronous.apart_of(config)
     draft = Draft({}, notes=list(config.notes))
