@@ -781,6 +781,7 @@ class _Rollout:
             if head.arrived_kv:
                 head.stay.decoding_at, head.stay.iteration = self.now, replica.decodes
             head.arrived_kv = False
+        replica.settled = []  # pins that gave way were let go before what leaves next
         for r in replica.waiting:
             r.arrived_kv = False
         held = Held(self.now, len(replica.admitted), len(replica.waiting), sum(r.context for r in replica.admitted))

@@ -416,6 +416,20 @@ def test_sub_agents_of_a_lost_sandbox_end_where_they_came_back_to_a_node_that_wa
     assert simulate(work)[0].env.now < 100, "as long as 50 tokens would take"
 
 
+def test_pins_that_gave_way_to_an_admission_are_older_than_what_leaves_at_the_next_boundary() -> None:
+    """A second an iteration and one for each token of a prompt; a page a token, and there are 20.
+
+    The call's 9 pages give way to 15 from 10 s on, and 5 are left at 25 s. Three of these, none of the other's, make
+    room for 4 more, so the trajectory, back at 40 s, finds 2 of its 10 tokens.
+    """
+    work = by_hand([(8, 6), (14, 1), (3, 1)], Nothing(), steps={1: LinearStep(a=1.0, p=1.0)}, pages={1: 20})
+    requests = (replace(work.requests[0], tools=((2, 0, 30.0),)), *work.requests[1:])
+    engine = replace(work.engine, max_num_seqs=1, prefix_hits="scheduled")
+    work = replace(work, requests=requests, engine=engine, tools=RefTools(keep_kv_s=math.inf))
+    check(work)
+    assert [r.finished_at for r in simulate(work)[0].requests] == [52.0, 25.0, 29.0]
+
+
 # ------------------------------------------------------------------------------------------- what any rollout keeps
 
 

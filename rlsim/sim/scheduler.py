@@ -105,7 +105,10 @@ class Scheduler:
         if not (self.waiting or self.prefilling):
             return []
         self.trim()  # what runs has its pages before who waits looks for some
-        return self._admit(now)
+        chunks = self._admit(now)
+        if batch.cache:
+            batch.cache.boundary += 1  # pins that gave way were let go before what leaves next
+        return chunks
 
     def pin(self, request: Request) -> None:
         """A trajectory that has just left for a tool call keeps the full pages of its context."""
