@@ -388,5 +388,8 @@ def test_prompts_that_leave_no_room_are_left_out(folder: Path) -> None:
     experiment, shown, place = load_experiment(given)
     loaded = LoadedExperiment.of(experiment, place, shown)
     assert (loaded.longest_response, loaded.longest_sequence) == (300, 400)
+    short = rlsim.run(given, overrides={"trace.max_prompt_tokens": 200})
+    assert "2 of 4 prompts are left out: they exceed trace.max_prompt_tokens, 200 tokens" in short.notes
+    assert short.responses["prompt_tokens"].max() == 200
     with pytest.raises(ConfigError, match=r"every prompt of trace lengths fills trace.max_model_len, 100 tokens"):
         rlsim.run(given, overrides={"trace.max_model_len": 100})

@@ -309,17 +309,19 @@ def _scaled(trace: Trace, spec: TraceSpec) -> Trace:
 
 
 def _with_room(trace: Trace, spec: TraceSpec, label: str) -> tuple[Trace, str]:
-    """The trace without prompts that leave no room for a response, as trainers filter their data; what to say of it."""
-    if spec.max_model_len is None:
+    """The trace without prompts that are too long or leave no room for a response, as trainers filter their data; what
+    to say of it."""
+    tokens, most, room = _prompt_tokens(trace, spec), spec.max_prompt_tokens, spec.max_model_len
+    name, does, limit = "max_model_len", "fill", room
+    if most is not None and (room is None or most < room):
+        name, does, limit, room = "max_prompt_tokens", "exceed", most, most + 1
+    if room is None or (fits := tokens < room).all():
         return trace, ""
-    fits = _prompt_tokens(trace, spec) < spec.max_model_len
-    said = f"trace.max_model_len, {spec.max_model_len:,} tokens"
+    said = f"trace.{name}, {limit:,} tokens"
     if not fits.any():
-        raise ConfigError(f"{label}: every prompt of trace {trace.meta.name} fills {said}")
-    if fits.all():
-        return trace, ""
+        raise ConfigError(f"{label}: every prompt of trace {trace.meta.name} {does}s {said}")
     prompts = trace.frame["prompt_id"]
-    note = f"{prompts[~fits].nunique():,} of {prompts.nunique():,} prompts are left out: they fill {said}"
+    note = f"{prompts[~fits].nunique():,} of {prompts.nunique():,} prompts are left out: they {does} {said}"
     return Trace(trace.frame[fits].reset_index(drop=True), trace.meta), note
 
 

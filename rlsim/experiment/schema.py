@@ -42,6 +42,7 @@ class TraceSpec(Schema):
     fixed: Annotated[Tokens, Field(ge=1)] | None = None
     cap: Annotated[Tokens, Field(ge=1)]
     max_model_len: Annotated[Tokens, Field(ge=1)] | None = None
+    max_prompt_tokens: Annotated[Tokens, Field(ge=1)] | None = None
     default_prompt_tokens: Annotated[Tokens, Field(ge=1)] = 256
     scale: float = Field(default=1.0, gt=0, le=1000)
     prompt_scale: float = Field(default=1.0, gt=0, le=1000)

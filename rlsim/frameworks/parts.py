@@ -189,7 +189,11 @@ def add_trace(draft: Draft, options: Options, actor: Model, cap: Entry, filters:
         why = f"{ASSUMED}, as the trace has no prompt lengths: {prompts.comment}"
         entries["default_prompt_tokens"] = Entry(prompts.value, why)
     most, why = prompts.value, prompts.comment
-    if longest is not None and longest > most:
+    if longest is None or longest <= most:
+        pass
+    elif options.trace is None and (trace.frame["prompt_tokens"] <= most).mean() > 0.5:
+        entries["max_prompt_tokens"] = Entry(most, f"{why}; of the assumed trace longer ones are left out")
+    else:
         draft.notes.append(f"{why} = {most:,}; the trace's longest prompt has {int(longest):,} and is not cut")
         most, why = int(longest), "the trace's longest prompt"
     entries["max_model_len"] = Entry(most + cap.value, f"{why} + {cap.comment}")
