@@ -35,6 +35,7 @@ from tests.test_frameworks import nemo, verl
 MODEL, DENSE = load_model("qwen3-30b-a3b"), load_model("qwen3-8b")
 NODE, NODES = load_cluster("8xh100"), load_cluster("4x8xh100")
 CALIBRATION = load_calibration("h100-sglang")
+NODE_REFERENCE = CALIBRATION.reference
 ALL_EIGHT = ReplicaLayout(ep=8)
 IN_GROUPS = ReplicaLayout(ep=8, attention_dp=8)
 
@@ -290,6 +291,39 @@ def test_experts_by_a_kernel_that_the_engine_is_told_to_take() -> None:
         vllm.with_experts("triton")
     with pytest.raises(CalibrationError, match="none beside the engine's own choice, so leave it out"):
         load_calibration("h100-sglang").with_experts("marlin")
+
+
+@pytest.mark.parametrize(("engine", "lender"), [("h200-trtllm", "h200-vllm"), ("a100-vllm", "h100-vllm")])
+def test_experts_that_were_not_measured_are_lent(engine: str, lender: str) -> None:
+    """By vLLM on the same GPU, or else on H100: at its efficiencies, and on this GPU's own figures."""
+    calibration, lent = load_calibration(engine), load_calibration(lender).operators
+    cost = step_cost(MODEL, 1, load_cluster(f"8x{engine.partition('-')[0]}"), calibration)
+    roofline = cost.parts[0] if cost.parts else cost
+    assert isinstance(roofline, RooflineStep)
+    kernel = FusedExperts(lent.experts["bf16"], calibration.reference, "bf16")
+    load = expert_load(512, 128, 8)
+    assert roofline.operators.experts_s(load, 2048, 768) == kernel(load, 2048, 768)
+    cost.decode(512)
+    (said,) = [line for line in cost.lookups().note() if "experts_bf16" in line]
+    assert "at the efficiencies of another precision, engine or GPU" in said
+
+
+def test_experts_in_a_precision_that_was_not_measured_reach_the_efficiency_of_bf16() -> None:
+    fits = load_calibration("h100-vllm").operators
+    operators, load = Operators(fits, NODE_REFERENCE), expert_load(20_000, 128, 8)
+    assert "fp8" not in fits.experts
+    fp8_s, bf16_s = (operators.experts_s(load, 4096, 1536, name) for name in ("fp8", "bf16"))
+    assert fp8_s == FusedExperts(fits.experts["bf16"], NODE_REFERENCE, "fp8")(load, 4096, 1536)
+    assert 0.5 < fp8_s / bf16_s < 0.7
+
+
+def test_kernels_that_trtllm_lacks_are_lent_so_that_it_serves_gpt_oss_and_deepseek() -> None:
+    gpt_oss, deepseek = load_model("gpt-oss-120b"), load_model("deepseek-v3").served("fp8_block", "fp8")
+    for model, tp in ((gpt_oss, 1), (deepseek, 8)):
+        ours, theirs = (step_cost(model, tp, load_cluster("8xh200"), f"h200-{engine}") for engine in ("trtllm", "vllm"))
+        assert 0.5 < ours.decode(64).step_s(64e3) / theirs.decode(64).step_s(64e3) < 2
+    with pytest.raises(CalibrationError, match=r"latent attention \(MLA\) is not in this calibration"):
+        step_cost(load_model("deepseek-v3"), 8, load_cluster("8xa100"), "a100-vllm")  # H100's says nothing of it
 
 
 def test_deep_gemm_has_a_block_for_every_expert() -> None:

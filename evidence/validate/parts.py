@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 #: First what decides whether to trust the rest: settings that no fit has seen; then each builds on those before it. The
 #: last measures nothing.
-PARTS = ("transfer", "kernels", "serving", "speculation", "agents", "agent_shapes", "rollout", "weight_sync", "papers",
+PARTS = ("transfer", "kernels", "serving", "throughput", "speculation", "agents", "agent_shapes", "rollout", "weight_sync", "papers",
          "pat", "rollpacker", "oppo", "real", "steps", "asynchronous", "sensitivity")  # fmt: skip
 #: Parts whose outcome hangs on nothing but rlsim and the measured tables: their text is the same every time.
 REPEATABLE = tuple(name for name in PARTS if name != "rollout")

@@ -45,7 +45,6 @@ from rlsim.cost.memory import rollout_memory
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import StepCost
 from rlsim.models.hardware import Cluster, load_cluster
-from rlsim.models.layers import LatentAttention
 from rlsim.models.model import Model, load_model
 from rlsim.models.precision import Precision
 from rlsim.sim.request import EngineConfig
@@ -187,7 +186,7 @@ class ServingRun(Schema):
 
     @property
     def cluster(self) -> Cluster:
-        return load_cluster(f"8x{self.gpu.removesuffix('-sxm')}")
+        return load_cluster("8x" + self.gpu.partition("-")[0])
 
     @property
     def layout(self) -> ReplicaLayout:
@@ -275,15 +274,13 @@ def read_runs(evidence: Path, name: str = TABLE) -> list[ServingRun]:
 
 def calibration_of(run: ServingRun) -> str:
     """The name of the calibration that has the engine's kernels on the run's GPU."""
-    return CALIBRATIONS[run.engine] if run.precision == "bf16" else f"{run.gpu}-{run.engine}"
+    own = f"{run.gpu}-{run.engine}"
+    return CALIBRATIONS[run.engine] if run.precision == "bf16" and CALIBRATIONS[run.engine].startswith(own) else own
 
 
 def kernels_of(calibration: Calibration, run: ServingRun) -> StepCost:
     """A calibration's step cost of the run's model in its layout, without host time."""
     bare = calibration.model_copy(update={"host": NO_HOST}).with_experts(run.settings.moe_backend)
-    if run.served.kv_precision != "bf16":
-        latent = any(isinstance(layer.attention, LatentAttention) for layer in run.served.groups)
-        bare = bare.on_kv(run.served.kv_precision, latent=latent)
     return step_cost(run.served, run.gpus, run.cluster, bare, run.layout, prompt_graphs=run.settings.prompt_graphs)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, get_args
 
@@ -224,6 +225,13 @@ class Known(NamedTuple):
     own: bool = False
 
 
+#: Kernels of one engine that stand for those of another, and the records that hold them.
+LENT = {
+    "experts": ("experts", "parallel_experts"),
+    "latent_attention": ("latent_attention", "latent_attention_fp8"),
+}
+
+
 class Calibration(Fitted):
     """Everything that is fitted for one GPU under one engine."""
 
@@ -317,6 +325,16 @@ class Calibration(Fitted):
             raise CalibrationError(f"engine.moe_backend: calibration {self.name} has no {backend!r}; {choice}")
         update = {name: {**getattr(fits, name), **known[backend]} for name in ("experts", "parallel_experts")}
         return self.model_copy(update={"operators": fits.model_copy(update=update)})
+
+    def lent(self, what: Literal["experts", "latent_attention"]) -> Calibration:
+        """The same with vLLM's experts, of this GPU or else of H100, or with its latent attention on this GPU, where
+        the engine's own were not measured."""
+        slots = LENT[what]
+        lender = None if any(getattr(self.operators, name) for name in slots) else _lender(self.gpu)
+        if lender is None or (what == "latent_attention" and lender.gpu != self.gpu):
+            return self
+        lent = {name: getattr(lender.operators, name) for name in slots}
+        return self.model_copy(update={"operators": self.operators.model_copy(update=lent)})
 
     def on_kv(self, precision: KvPrecision, *, latent: bool) -> Calibration:
         """The same with attention on a KV cache of that precision, which `check_precision` takes.
@@ -464,6 +482,12 @@ def _load(path: Path) -> Calibration:
         return load(path, Calibration, read_calibration, csv_of(path))
     except ConfigError as error:
         raise CalibrationError(str(error)) from None
+
+
+@cache
+def _lender(gpu: str) -> Calibration:
+    names = [name for name in (f"{gpu}-vllm", "h100-sxm-vllm") if name in calibration_names()]
+    return next(found for found in map(_of_catalogue, names) if found.operators.experts)
 
 
 def load_calibration(name_or_path: str | Path) -> Calibration:

@@ -32,6 +32,9 @@ BLOCK_COLUMNS = 256
 ROOFLINES = ("linear_attention", "sparse_attention", "state_space")
 
 
+#: Operators whose fits may be another engine's: without residuals of their own they are.
+LENT = ("experts_", "latent_attention")
+
 #: Axes of the table of elementwise kernels, in order.
 MEMORY_AXES = ("bytes", "tokens")
 
@@ -63,9 +66,7 @@ class Operators:
         measured = self._ranges.get("prefill_attention", {})
         new, context = measured.get("new", (0.0, inf)), measured.get("context", (0.0, inf))
         self._prefill_range = (*new, context[1])
-        several = {**fits.experts, **fits.parallel_experts}
-        self._experts = {(name, False): FusedExperts(fit, reference, name) for name, fit in fits.experts.items()}
-        self._experts |= {(name, True): FusedExperts(fit, reference, name) for name, fit in several.items()}
+        self._experts = cache(self._experts_kernel)
 
     @property
     def lookups(self) -> Lookups:
@@ -89,6 +90,8 @@ class Operators:
         found, measured = self._lookups if lookups is None else lookups, self._ranges.get(operator)
         if operator in ROOFLINES and measured is None:
             found.add(operator, "extrapolated", "a roofline, not measured")
+        elif operator.startswith(LENT) and measured is None:
+            found.add(operator, "extrapolated", "at the efficiencies of another precision, engine or GPU")
         else:
             found.add_within(operator, measured, **values)
 
@@ -102,22 +105,17 @@ class Operators:
         """Seconds of a mixture's experts on one GPU: choice of the experts, both products, and the sum over a token's.
 
         `width` is that of an expert on this GPU; it has `projections` matrices from the hidden state to it (gate and
-        up, or up alone). Where no mixture was measured in that precision it is two grouped products, approximated from
-        plain GEMMs, and counts as extrapolated.
+        up, or up alone). Their activation is among them. Experts in a precision that was not measured reach the
+        efficiencies of those in bf16, and count as extrapolated.
         """
-        kernel = self._experts.get((precision, bool(load.parallel)))
         rows, hit = load.rows / load.hit, float(load.hit)
-        if kernel is None:
-            self._lookups.add(f"experts_{precision}", "extrapolated", "approximated from plain products, not measured")
-            own: Precision = precision if precision in self._products else "bf16"
-            first_s = self.gemm_s(float(rows), projections * width, hidden, hit, own)
-            return first_s + self.gemm_s(float(rows), hidden, width, hit, own)
         self.count(f"experts_{precision}", rows=float(rows), hit=hit, hidden=hidden, width=width)
-        return kernel(load, hidden, width, projections)
+        return self._experts(precision, bool(load.parallel))(load, hidden, width, projections)
 
-    def measures_experts(self, precision: Precision = "bf16") -> bool:
-        """Whether a mixture was measured in that precision: then its activation is among `experts_s`."""
-        return (precision, True) in self._experts
+    def _experts_kernel(self, precision: Precision, parallel: bool) -> FusedExperts:
+        fits = {**self.fits.experts, **(self.fits.parallel_experts if parallel else {})}
+        fit = fits.get(precision) or fits.get("bf16") or next(iter(fits.values()))
+        return FusedExperts(fit, self.reference, precision)
 
     def prefill_attention_s(
         self,

@@ -32,15 +32,20 @@ if TYPE_CHECKING:
 N = TypeVar("N", int, float)
 
 
-def check_served(model: Model, calibration: Calibration) -> None:
-    """Raises `CalibrationError` for a precision of weights or KV cache that the GPU or the calibration lacks."""
-    calibration.check_precision(model.precision, model.kv_precision, latent=_is_latent(model))
+def for_model(model: Model, calibration: Calibration) -> Calibration:
+    """`calibration` with all kernels that serve `model`, on its KV cache; what its engine lacks is lent.
+
+    Raises `CalibrationError` for a precision of weights or KV cache that the GPU or the calibration lacks.
+    """
+    latent = any(isinstance(one.attention, LatentAttention) for one in model.groups)
+    if latent:
+        calibration = calibration.lent("latent_attention")
+    if any(isinstance(one.mlp, Experts) for one in model.groups):
+        calibration = calibration.lent("experts")
+    calibration.check_precision(model.precision, model.kv_precision, latent=latent)
     if model.of_experts not in calibration.operators.experts:
         calibration.check_precision(model.of_experts)
-
-
-def _is_latent(model: Model) -> bool:
-    return any(isinstance(one.attention, LatentAttention) for one in model.groups)
+    return calibration.on_kv(model.kv_precision, latent=latent)
 
 
 class RooflineStep(StepCost):
@@ -90,8 +95,7 @@ class RooflineStep(StepCost):
         self._attention_dp, self._group_tp = layout.attention_dp, layout.attention_tp(tp)
         self._group_domains = max(self._group_tp // per_domain, 1)
         self._expert_tp = layout.expert_tp(tp)
-        check_served(model, calibration)
-        calibration = calibration.on_kv(model.kv_precision, latent=_is_latent(model))
+        calibration = for_model(model, calibration)
         self.skew = calibration.skew
         self.operators = Operators(calibration.operators, calibration.reference, calibration.residuals)
         self.collectives = Collectives(calibration.collectives, calibration.reference, cluster)
@@ -270,7 +274,7 @@ class RooflineStep(StepCost):
         if hidden_bytes <= self._fused_sum_bytes:
             norm = 2 * hidden_bytes / self.operators.reference.memory_bytes_per_s  # read the residual, write the sum
         activated, mlp = layer.mlp.active_width, layer.mlp
-        if isinstance(mlp, Experts) and self.operators.measures_experts(self._model.of_experts):
+        if isinstance(mlp, Experts):
             activated = mlp.shared_width  # that of experts is among theirs
         activation = move((layer.mlp.projections + 1) * (activated / self._group_tp)) if activated else 0.0
         more = layer.norms - layer.blocks

@@ -18,7 +18,7 @@ from rlsim.base.refusals import refuse
 from rlsim.cost.calibration import Calibration, carried_to, load_calibration
 from rlsim.cost.layout import ReplicaLayout
 from rlsim.cost.memory import kv_shape
-from rlsim.cost.roofline import check_served
+from rlsim.cost.roofline import for_model
 from rlsim.cost.speculation import Drafts
 from rlsim.cost.step import PLAIN_KV, Conditions
 from rlsim.errors import CalibrationError, ConfigError, about, unknown_name
@@ -116,10 +116,10 @@ class LoadedExperiment:
             (calibration,) = self.calibrations.values()
             with about(f"{label}: engine", CalibrationError):
                 for model in served.values():
-                    check_served(model, calibration)
+                    for_model(model, calibration)
             if self.judge_model:
                 with about(f"{label}: workflow.reward.judge", CalibrationError):
-                    check_served(self.judge_model, calibration)
+                    for_model(self.judge_model, calibration)
             with about(f"{label}: training", CalibrationError):
                 calibration.check_precision(self.experiment.training.precision)
         models = {role: model.within(longest).served("bf16") for role, model in self.models.items()}
