@@ -153,7 +153,12 @@ class Batch:
         """By the steps that they run."""
         return {steps: Simulator(self._drawn(steps, self.lengths), search=False) for steps in (1, 2)}
 
-    def _drawn(self, steps: int, lengths: Sequence[int]) -> LoadedExperiment:
+    @cached_property
+    def _drawn(self) -> Callable[[int, tuple[int, ...]], LoadedExperiment]:
+        """That experiment by its steps and the lengths of its responses."""
+        return cache(self._draw)
+
+    def _draw(self, steps: int, lengths: tuple[int, ...]) -> LoadedExperiment:
         """With these lengths. Of every third prompt all rewards are alike, of the others some right and some wrong."""
         prompt, sample = np.divmod(np.arange(len(lengths)), self.responses)
         columns = {"prompt_id": prompt, "sample_id": sample, "prompt_tokens": self.prompt_tokens}
@@ -176,7 +181,7 @@ class Batch:
         """What a policy learns before a run."""
         return self._placed(self._simulators[1], system).context
 
-    def play(self, system: System, tally: Tally, lengths: Sequence[int] = (), steps: int = 1) -> Played:
+    def play(self, system: System, tally: Tally, lengths: tuple[int, ...] = (), steps: int = 1) -> Played:
         """A run; `lengths`: others than those of the batch.
 
         Raises `ContractError` or `PolicyError` for what it shows alone; `tally` is added to.
