@@ -7,6 +7,7 @@ import pytest
 
 from evidence.validate.closed_loop import Intake, Load, Served, closed_loop
 from evidence.validate.parts import Options
+from evidence.validate.rows import read_rows
 from evidence.validate.serving import (
     NO_HOST,
     SERVED,
@@ -19,11 +20,17 @@ from evidence.validate.serving import (
     section,
     simulate,
 )
-from rlsim.cost.calibration import FrontEndFit, HostFit
+from evidence.validate.throughput import TABLE as OFFLINE
+from evidence.validate.throughput import OfflineRun
+from rlsim.cost.assumed import AssumedCosts
+from rlsim.cost.calibration import FrontEndFit, HostFit, load_calibration
 from rlsim.cost.curve import DecodeCurve, InWindows, at_least
 from rlsim.cost.derived import hosted
+from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.errors import CapacityError, ConfigError
+from rlsim.models.hardware import load_cluster
+from rlsim.models.model import load_model
 from rlsim.sim.request import EngineConfig
 
 DECODE_S, PREFILL_S, MIXED_S = 0.01, 0.1, 0.05
@@ -300,3 +307,49 @@ def test_measured_runs() -> None:
                 total_ns = measured_ms * 1e6 * Protocol().load(r).requests
                 whole += abs(total_ns - round(total_ns)) < 0.02
         assert whole > 0.5 * 2 * len(own)  # by chance 4%; runs with failed requests have a few fewer
+
+
+# Offline batches ------------------------------------------------------------------------------------------------------
+
+
+def test_a_rollout_has_no_host_time_of_a_server() -> None:
+    """Unless the experiment says how much a sequence takes."""
+    trtllm, vllm = load_calibration("h100-trtllm"), load_calibration("h100-vllm")
+    host = trtllm.host.in_rollouts
+    assert (host.step_s, host.sequence_s, host.prefill_s) == (trtllm.host.step_s, 0.0, 0.0)
+    assert trtllm.host.sequence_s > 6e-5
+    assert vllm.host.in_rollouts is vllm.host
+    stated = trtllm.drawn(0, AssumedCosts(host_per_sequence=20e-6)).host.in_rollouts
+    assert (stated.step_s, stated.sequence_s, stated.prefill_s) == (host.step_s, 20e-6, 0.0)
+    model, node = load_model("llama-3.1-8b"), load_cluster("8xh100")
+    steps = [step_cost(model, 8, node, one).decode(1024).step_s(1e5) for one in (trtllm, trtllm.drawn(0, STATED))]
+    assert steps[0] < 0.4 * steps[1]
+    assert steps[1] == trtllm.host.step_s + 1024 * STATED.host_per_sequence
+
+
+STATED = AssumedCosts(host_per_sequence=60e-6)
+
+
+def test_limits_of_an_offline_benchmark_by_hand() -> None:
+    """Of 80 GB 8.03 are weights: 0.95 of the rest holds 522 sequences of 2,000 tokens of 65,536 bytes, so 640 may run,
+    and tokens for these and one prompt for each response."""
+    run = OfflineRun(
+        engine="trtllm", model="llama-3.1-8b", gpu="h100-sxm", precision="fp8", tp=1,
+        prompt_tokens=1000, response_tokens=1000, concurrency=3000, tokens_per_s=15220,
+    )  # fmt: skip
+    assert run.limits() == (640, 2048)
+    assert run.model_copy(update={"prompt_tokens": 20_000, "response_tokens": 2000}).limits() == (64, 20_064)
+    assert run.shown == "/h100-sxm/llama-3.1-8b-fp8/tp1/1000+1000"
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        "1.0/h100-sxm/llama-3.1-405b-fp8/tp8/20000+2000",
+        "1.0/h200-sxm/qwen3-235b-a22b-fp8/tp1-ep8-dp8/1000+2000",
+        "0.14/a100-sxm-80gb/mixtral-8x7b-bf16/tp2/2048+2048",
+    ],
+)
+def test_measured_batches_are_within_the_target(shown: str) -> None:
+    (run,) = [run for run in read_rows(Options().evidence / OFFLINE, OfflineRun) if run.shown == shown]
+    assert run.rate() == pytest.approx(run.tokens_per_s, rel=0.15)

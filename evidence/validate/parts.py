@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 #: First what decides whether to trust the rest: settings that no fit has seen; then each builds on those before it. The
 #: last measures nothing.
-PARTS = ("transfer", "kernels", "serving", "throughput", "speculation", "agents", "agent_shapes", "rollout", "weight_sync", "papers",
-         "pat", "rollpacker", "oppo", "real", "steps", "asynchronous", "sensitivity")  # fmt: skip
+PARTS = ("transfer", "kernels", "serving", "throughput", "speculation", "agents", "agent_shapes", "rollout",
+         "weight_sync", "papers", "pat", "rollpacker", "oppo", "real", "steps", "asynchronous",
+         "sensitivity")  # fmt: skip
 #: Parts whose outcome hangs on nothing but rlsim and the measured tables: their text is the same every time.
 REPEATABLE = tuple(name for name in PARTS if name != "rollout")
 _SOURCE = Path(__file__).resolve().parents[2]  # a checkout, if rlsim runs from one

@@ -80,7 +80,7 @@ class OfflineRun(ServingRun):
         config = EngineConfig(
             page_tokens=PAGE_TOKENS, max_num_batched_tokens=budget * self.dp, max_num_seqs=own * self.dp, watermark=0.0
         )
-        cost = hosted(kernels(self), load_calibration(calibration_of(self)).host, self.dp)
+        cost = hosted(kernels(self), load_calibration(calibration_of(self)).host.in_rollouts, self.dp)
         load = Load(self.prompt_tokens, self.response_tokens, self.concurrency, self.concurrency)
         return closed_loop(cost, memory.pages, config, load).tokens_per_s
 

@@ -185,7 +185,7 @@ def fit_host(run: Run, times: RolloutTimes) -> HostTimes:
     If the steps are too alike to tell the two apart, the one that explains them better is fitted and the other stays
     the base calibration's. Raises `CalibrationError` if the kernels alone are out of proportion to the logged times.
     """
-    base, measured, used = run.base.host, run.logged["gen_s"], np.asarray(run.used)
+    base, measured, used = run.base.host.in_rollouts, run.logged["gen_s"], np.asarray(run.used)
     _check_kernels(run, times.total_s(0.0, 0.0), measured)
     if times.fixed:
         whole = f"{run.base.name} has whole iterations of {run.model.name} at TP{run.settings.rollout_tp}"
@@ -322,7 +322,7 @@ def rollout_times(
     """
     fixed = calibration.known(model, settings.rollout_tp).fit is not None
     kinds = [] if fixed else [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0)]
-    hosts = [host_fit(calibration, *kind, "") for kind in kinds] + [calibration.host]
+    hosts = [host_fit(calibration, *kind, "") for kind in kinds] + [calibration.host.in_rollouts]
     candidates = [
         RolloutCostModel(
             model,
@@ -353,7 +353,9 @@ def host_fit(calibration: Calibration, step_s: float, sequence_s: float, source:
     Of an engine whose host works beside the GPU only what is not hidden can be seen in a run: that is added to the
     kernels too, and nothing for prefills.
     """
-    host = calibration.host.model_copy(update={"step_s": step_s, "sequence_s": sequence_s, "source": source})
+    host = calibration.host.in_rollouts.model_copy(
+        update={"step_s": step_s, "sequence_s": sequence_s, "source": source}
+    )
     return host.model_copy(update={"overlapped": False, "prefill_s": 0.0}) if host.overlapped else host
 
 

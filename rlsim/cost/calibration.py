@@ -100,7 +100,17 @@ class HostFit(Fitted):
     sequence_s: KernelSeconds  # per running sequence and step
     prefill_s: KernelSeconds = 0.0  # per prefill iteration, on top of step_s
     overlapped: bool = False  # the host prepares a step while the GPU works: the longer of the two, not their sum
+    # fitted behind a server, so that what is said of sequences and prefills holds its work: a rollout has neither
+    behind_server: bool = False
     source: str  # what it is fitted to
+
+    @property
+    def in_rollouts(self) -> HostFit:
+        """That of an engine without a server."""
+        if not self.behind_server:
+            return self
+        said = f"offline batches, which show none; behind a server: {self.source}"
+        return self.model_copy(update={"sequence_s": 0.0, "prefill_s": 0.0, "behind_server": False, "source": said})
 
 
 class EagerFit(Fitted):
@@ -301,7 +311,7 @@ class Calibration(Fitted):
         """This calibration in the world of a number, with costs as they are stated; 0 is as it was fitted."""
         each = costs.host_per_sequence
         found = self.model_copy(
-            update={} if each is None else {"host": self.host.model_copy(update={"sequence_s": each})}
+            update={} if each is None else {"host": self.host.in_rollouts.model_copy(update={"sequence_s": each})}
         )
         found._draw, found._costs = Draw(number), costs
         return found

@@ -358,7 +358,7 @@ def step_cost(
         launch_s = calibration.costs.launches * calibration.eager.iteration_s(model.blocks / 2, tp)
         kernels = DerivedStep(kernels, lambda n, p: Change(least_s=launch_s * (n > captured or p > prompt_graphs)))
     if pp == 1:
-        return in_service(hosted(kernels, calibration.host, groups), calibration, known)
+        return in_service(hosted(kernels, calibration.host.in_rollouts, groups), calibration, known)
     inside, across = Groups(roofline.collectives, cluster, Layout(first_gpu=first_gpu, dp=dp, tp=tp, pp=pp)).boundaries
     hidden_bytes, collectives = BF16 * model.hidden_size, roofline.collectives
     ways = Boundaries(hidden_bytes=hidden_bytes, inside=inside, across=across, collectives=collectives, ranks=dp * tp)
@@ -366,7 +366,7 @@ def step_cost(
     def head_s(rows: float) -> float:
         return roofline.head_s(rows) + logit_s * math.ceil(rows / groups)
 
-    host, layers = HostTime(calibration.host, groups), model.num_hidden_layers
+    host, layers = HostTime(calibration.host.in_rollouts, groups), model.num_hidden_layers
     cost = Pipelined(kernels, pp, layers=layers, head_s=head_s, boundaries=ways, host=host)
     return in_service(cost, calibration, known)
 

@@ -90,7 +90,8 @@ class Serving:
 
         def records(x: Array) -> tuple[HostFit, FrontEndFit]:
             found = {name: rounded(float(v * u)) for name, v, u in zip(free, x, units, strict=True) if v > _NOTHING}
-            host = {"step_s": 0.0, "sequence_s": 0.0, "overlapped": about["overlapped"], **found, "source": source}
+            engine = {name: about[name] for name in ("overlapped", "behind_server")}
+            host = {"step_s": 0.0, "sequence_s": 0.0, **engine, **found, "source": source}
             front_end = {**given, **found, "source": source}
             return (
                 HostFit(**{name: value for name, value in host.items() if name in HostFit.model_fields}),
