@@ -15,8 +15,8 @@ PromptKey = tuple[int, int]
 
 _NOTHING = Cached(0, 0, -1)
 #: Entry of a heap of what nobody holds: since which boundary, and of a boundary first what follows the prompts, in the
-#: order in which its requests were admitted, then the prompts by position.
-_Idle = tuple[int, int, int, PromptKey | int, Cached]
+#: order in which its requests were admitted (what was pinned first, by request), then the prompts by position.
+_Idle = tuple[int, int, int, int, PromptKey | int, Cached]
 
 
 class PrefixCache:
@@ -101,12 +101,12 @@ class PrefixCache:
                 prompt.pages = pages
             prompt.idle_since = now
             self.idle_pages += prompt.pages
-            heappush(self._idle, (now, 1, request.position, (request.position, request.prompt_tokens), prompt))
+            heappush(self._idle, (now, 1, request.position, 0, (request.position, request.prompt_tokens), prompt))
         own_pages = pages - (request.prompt_tokens - 1) // self._page_tokens
         if own_pages > 0:
             self.idle_pages += own_pages
             own = self._cached[request.kv_id] = Cached(own_pages, 0, now)
-            heappush(self._idle, (now, 0, request.order, request.kv_id, own))
+            heappush(self._idle, (now, 0, request.order, request.id, request.kv_id, own))
 
     def evict(self, free_pages: int) -> None:
         """Keep no more than so many pages that nobody holds; the others go to host memory."""
@@ -116,7 +116,7 @@ class PrefixCache:
         self.idle_pages -= excess
         idle = self._idle
         while excess > 0:
-            since, _, _, key, cached = entry = idle[0]
+            since, *_, key, cached = entry = idle[0]
             if cached.holders or cached.idle_since != since:
                 heappop(idle)
             elif cached.pages > excess:
@@ -142,7 +142,7 @@ class PrefixCache:
         excess = self.offloaded_pages - self._host_pages
         self.offloaded_pages -= max(excess, 0)
         while excess > 0:
-            since, _, _, key, cached = self._offloaded[0]
+            since, *_, key, cached = self._offloaded[0]
             if cached.holders or cached.idle_since != since:
                 heappop(self._offloaded)
             elif cached.offloaded > excess:

@@ -102,9 +102,9 @@ class Scheduler:
             self._preempt(now)
         if batch.cache:  # which may have begun just now
             batch.cache.boundary += 1
+        self.trim()  # what runs has its pages, also of pins that gave way, before who waits looks for some
         if not (self.waiting or self.prefilling):
             return []
-        self.trim()  # what runs has its pages before who waits looks for some
         chunks = self._admit(now)
         if batch.cache:
             batch.cache.boundary += 1  # pins that gave way were let go before what leaves next
