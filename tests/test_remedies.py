@@ -140,13 +140,13 @@ def test_reported_ooms_are_refused_or_warned_of(
 
 
 def test_fixed_micro_batches_that_fit_at_the_limits_are_not_warned_of(tmp_path: Path, call: Command) -> None:
-    """Ulysses 2 halves what four sequences of 1,579 + 16,384 tokens need in training, and eight in log-probs: at most
-    71,852 tokens on a GPU, whose logits of 4 bytes are 43.7 GB. Without Ulysses they are 87.4 GB."""
+    """Ulysses 2 halves what four sequences of 1,024 + 16,384 tokens need in training, and eight in log-probs: at most
+    69,632 tokens on a GPU, whose logits of 4 bytes are 42.4 GB. Without Ulysses they are 84.7 GB."""
     made = str(tmp_path / "made.yaml")
     assert call("init", "--from-verl", str(CASES_OF_USERS / "23/verl453.sh"), "--gpu", "h100", "--out", made).code == 0
     assert "memory" not in call("check", made).out
     (note,) = notes_on("memory", made, {"training.cp": 1})
-    assert re.search(r"old_log_prob with 8 of 17,963 tokens .* has 143,704, .* logits 87\.41 GB .*training\.cp=2", note)
+    assert re.search(r"old_log_prob with 8 of 17,408 tokens .* has 139,264, .* logits 84\.71 GB .*training\.cp=2", note)
 
 
 def test_time_is_that_of_the_lengths_and_memory_that_of_the_limits() -> None:
