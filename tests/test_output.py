@@ -182,6 +182,25 @@ def test_a_crash_at_any_moment_leaves_the_old_or_the_new_results(
     assert {*found} == ({"new"} if first else {"old", "new"})
 
 
+def test_a_first_write_that_is_interrupted_among_its_tables_is_begun_again(tmp_path: Path, new: Result) -> None:
+    target = tmp_path / "results"
+    with pytest.MonkeyPatch.context() as patch:
+        moved = iter([False, True])
+        real = Path.replace
+
+        def replaced(path: Path, to: Path) -> Path:
+            if next(moved):
+                raise KeyboardInterrupt
+            return real(path, to)
+
+        patch.setattr(Path, "replace", replaced)
+        with pytest.raises(KeyboardInterrupt):
+            new.write(target)
+    assert [path.suffix for path in target.iterdir()] == [".parquet"]
+    new.write(target)
+    assert name_in(target) == "new"
+
+
 # ---------------------------------------------------------------------------------------- what cannot be written to
 
 

@@ -235,7 +235,8 @@ def check_target(directory: str | Path, name: str | None = None) -> Path:
     target = check_folder(directory)
     names = {path.name for path in target.iterdir()} if target.is_dir() else set()
     if MANIFEST not in names:
-        if not names or any(name.startswith(_NEW) for name in names):  # a first write that was interrupted
+        tables = {f"{table}.parquet" for table in TABLES}
+        if names <= tables or any(name.startswith(_NEW) for name in names):  # a first write that was interrupted
             return target
         raise ConfigError(f"{directory} exists and holds no rlsim results; choose another directory")
     try:
