@@ -186,7 +186,7 @@ class ServingRun(Schema):
 
     @property
     def cluster(self) -> Cluster:
-        return load_cluster("8x" + self.gpu.partition("-")[0])
+        return load_cluster("8x" + self.gpu.partition("-sxm")[0])
 
     @property
     def layout(self) -> ReplicaLayout:

@@ -1,5 +1,8 @@
 """Part `throughput`: tokens a second of whole batches under TensorRT-LLM, all requests at once and of equal lengths, as
-NVIDIA prints them for its releases: what a rollout is, up to its tail. Nothing is fitted to them.
+NVIDIA prints them for its releases: what a rollout is, up to its tail.
+
+No constant is fitted to them. In view of them it was decided that a rollout under TensorRT-LLM has no host time per
+sequence (`HostFit.behind_server`), and whose experts stand for those without a table.
 
 `trtllm-bench throughput` sets the engine's limits itself (`tensorrt_llm/bench/build/tuning.py`, since 0.20): as many
 sequences as whole requests fit into the KV cache by its own arithmetic, 4,096 at most, rounded up, and tokens for these
@@ -13,8 +16,6 @@ Which layout mixtures had under 1.0 is taken from the page after it: data-parall
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import suppress
 
 from pydantic import PositiveFloat
 
@@ -26,7 +27,6 @@ from rlsim.cost.calibration import load_calibration
 from rlsim.cost.derived import hosted
 from rlsim.cost.engine_memory import engine_memory_of
 from rlsim.cost.memory import rollout_memory
-from rlsim.errors import CapacityError
 from rlsim.models.precision import KV_BYTES, WEIGHT_BYTES
 from rlsim.sim.request import EngineConfig
 
@@ -85,18 +85,11 @@ class OfflineRun(ServingRun):
         return closed_loop(cost, memory.pages, config, load).tokens_per_s
 
 
-def rows_of(runs: list[OfflineRun]) -> Iterator[Row]:
-    """Tokens a second of every run that fits by rlsim's arithmetic."""
-    for run in runs:
-        with suppress(CapacityError):
-            yield Row("throughput", run.shown, "tokens_per_s", run.tokens_per_s, run.rate())
-
-
 def section(options: Options) -> Section:
     """All runs; if quick, those of one release."""
     options.progress("throughput")
-    runs = read_rows(options.evidence / TABLE, OfflineRun)
-    rows = list(rows_of([run for run in runs if not options.quick or run.release == "1.0"]))
+    runs = [one for one in read_rows(options.evidence / TABLE, OfflineRun) if not options.quick or one.release == "1.0"]
+    rows = [Row("throughput", run.shown, "tokens_per_s", run.tokens_per_s, run.rate()) for run in runs]
     releases, families = summarise(rows, 1), summarise(rows, 3)
     tables = {"releases": summary_table(releases), "families": summary_table(families)}
     return Section(tuple(rows), (*releases, *families), tables, "", summarised=True)

@@ -152,7 +152,7 @@ class ExpertsFit(KernelFit):
 class OperatorFits(Fitted):
     """One record per kind of kernel. The LM head is a GEMM.
 
-    `experts` are measured mixtures, by precision; where there are none others are lent (`with_lent_experts`).
+    `experts` are measured mixtures, by precision; where there are none others are lent (`Calibration.lent`).
     """
 
     gemm: ProductFit

@@ -328,17 +328,16 @@ def stage_bytes(
     values, rewards).
 
     `tokens` are those of a micro-batch (default: its budget). Per parameter: 2 bytes of bf16 weight and, to train, 4 or
-    2 of gradient (`strategy.gradients`), 12 of fp32 master and Adam moments (`optimizer_bytes`; `cpu_optimizer` of
-    them none); FSDP keeps weights in fp32 alone, and gradients, in whatever type it reduces them, and PyTorch's AdamW
+    2 of gradient (`strategy.gradients`), 12 of fp32 master and Adam moments (`optimizer_bytes`; `cpu_optimizer` of them
+    none); FSDP keeps weights in fp32 alone, and gradients, in whatever type it reduces them, and PyTorch's AdamW
     (`foreach`) takes another 4 in its step. ZeRO stages 1, 2, 3 divide optimizer, gradients, parameters by the
     data-parallel ranks, those of experts that are apart by the ranks with the same experts. Under LoRA adapters alone
     have gradients and states. Stage 3 gathers two layers (one in use, one prefetched), or embedding and head, in bf16,
-    and holds one unit's whole gradient. Training keeps
-    what `strategy.recompute` says of each layer: of PP micro-batches on the first stage of a 1F1B pipeline, of one less
-    on each that follows. Only the last stage has logits. The peak is inside a layer (its live tensors, no logits) or at
-    the head (`logits_bytes`; `entropy`: of the logits too): logits are there after the last layer's forward pass and
-    gone before its backward pass. Host offload empties the GPU between calls: the peak is the same. Raises
-    `ConfigError` if the strategy does not suit the model.
+    and holds one unit's whole gradient. Training keeps what `strategy.recompute` says of each layer: of PP
+    micro-batches on the first stage of a 1F1B pipeline, of one less on each that follows. Only the last stage has
+    logits. The peak is inside a layer (its live tensors, no logits) or at the head (`logits_bytes`; `entropy`: of the
+    logits too): logits are there after the last layer's forward pass and gone before its backward pass. Host offload
+    empties the GPU between calls: the peak is the same. Raises `ConfigError` if the strategy does not suit the model.
     """
     strategy.check_model(model)
     tokens = (tokens or strategy.budget(backward=backward)) / strategy.cp

@@ -30,10 +30,8 @@ from rlsim.models.precision import KV_BYTES, Precision
 BLOCK_COLUMNS = 256
 #: Operators without a fit: what no calibration has measured of them counts as extrapolated.
 ROOFLINES = ("linear_attention", "sparse_attention", "state_space")
-
-
-#: Operators whose fits may be another engine's: without residuals of their own they are.
-LENT = ("experts_", "latent_attention")
+#: Operators whose fits may be another engine's or precision's: without residuals of their own they are.
+MAY_BE_LENT = ("experts_", "latent_attention")
 
 #: Axes of the table of elementwise kernels, in order.
 MEMORY_AXES = ("bytes", "tokens")
@@ -90,7 +88,7 @@ class Operators:
         found, measured = self._lookups if lookups is None else lookups, self._ranges.get(operator)
         if operator in ROOFLINES and measured is None:
             found.add(operator, "extrapolated", "a roofline, not measured")
-        elif operator.startswith(LENT) and measured is None:
+        elif operator.startswith(MAY_BE_LENT) and measured is None:
             found.add(operator, "extrapolated", "at the efficiencies of another precision, engine or GPU")
         else:
             found.add_within(operator, measured, **values)
