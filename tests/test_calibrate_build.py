@@ -205,8 +205,7 @@ def test_layout_changes(built: Built) -> None:
 
 def test_training_is_what_own_products_reach_beside_the_frameworks_of_the_base(built: Built) -> None:
     own = built.calibration.training.flop_efficiency
-    assert len({*own.values()}) == 1
-    assert 0.0 < own["torch"] < 1.0
+    assert 0.0 < own["torch"] == own["fsdp"] < own["megatron"] < 1.0
     joined = build(small_tables(), base=H100).calibration.training.flop_efficiency
     assert joined == {**H100.training.flop_efficiency, "torch": own["torch"]}
 

@@ -42,7 +42,8 @@ def test_every_file_loads_and_states_its_provenance(name: str) -> None:
     assert calibration.runtime.graph_batch_sizes == tuple(sorted(set(calibration.runtime.graph_batch_sizes)))
     training, reference, gpu = calibration.training, calibration.reference, load_gpu(calibration.gpu)
     assert set(training.flop_efficiency) == {"fsdp", "megatron"}
-    assert 0.3 < training.flop_efficiency["megatron"] == training.flop_efficiency["fsdp"] < 0.75  # below GEMMs'
+    most = 0.94 if calibration.gpu == "h20" else 0.75  # below GEMMs'
+    assert 0.3 < training.flop_efficiency["fsdp"] < training.flop_efficiency["megatron"] < most
     assert reference.bf16_flop_per_s == pytest.approx(gpu.bf16_flop_per_s, rel=1e-3)  # the data sheet's
     assert reference.memory_bytes_per_s == pytest.approx(gpu.memory_bytes_per_s, rel=1e-3)
     assert reference.sm_count == gpu.sm_count
@@ -85,6 +86,21 @@ def test_kernels_elsewhere_are_within_bounds(name: str) -> None:
             assert found.p90 < 0.18
         if name.startswith("b200") and ON_B200.match(operator):
             assert (found.median <= 0.065) & (found.p90 <= BOUNDS["experts"][1]), operator  # NVFP4 over 6%
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_what_h20_reaches_is_what_was_measured_on_it(engine: str) -> None:
+    """H100's shares would be 0.66 to 0.85; SMs a quarter as fast are not held back. L20, of which nothing is measured,
+    keeps L40S' best."""
+    calibration = load_calibration(f"h20-{engine}")
+    operators, tokens = Operators(calibration.operators, calibration.reference), 16384.0
+    peak = calibration.reference.bf16_flop_per_s
+    assert 2 * tokens * 5120 * 10240 / operators.gemm_s(tokens, 5120, 10240) / peak == pytest.approx(0.94, abs=0.03)
+    attention_s = operators.prefill_attention_s([(32768, 0)], 32, 8, 128)  # InferSim: 63 ms
+    assert 2 * 32 * 128 * 32768**2 / attention_s / peak == pytest.approx(0.94, abs=0.03)
+    assert calibration.training.attention == 0.94
+    l20, l40s = (load_calibration(f"{gpu}-{engine}").operators.prefill_attention for gpu in ("l20", "l40s"))
+    assert l20 == l40s
 
 
 #: What a product in another precision may take more than in bf16, where both are launches above all: quantising the

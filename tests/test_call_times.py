@@ -9,7 +9,7 @@ from rlsim.cost.calls import CallCosts
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.layout import Layout
 from rlsim.cost.memory import rollout_weight_bytes
-from rlsim.cost.strategy import TRAFFIC, TrainEfficiency, TrainStrategy
+from rlsim.cost.strategy import TRAFFIC, TrainEfficiency, TrainStrategy, unfused_of
 from rlsim.cost.train import TrainCost
 from rlsim.cost.transfer import gather_s
 from rlsim.experiment.build import LoadedExperiment
@@ -61,8 +61,10 @@ def by_itself(call: str) -> TrainCost:
     own = placed()
     strategy = own.plan.of(call).strategy
     cluster, calibration = own.loaded.kind((0,))
-    efficiency = TrainEfficiency(flop=calibration.training.flop_efficiency["megatron"])
-    return TrainCost(own.loaded.models["actor"], cluster, collectives(), strategy, efficiency)
+    model, flop = own.loaded.models["actor"], calibration.training.flop_efficiency["megatron"]
+    unfused = unfused_of(model, "megatron", calibration.reference.flops_per_byte)
+    efficiency = TrainEfficiency(flop=flop, unfused=unfused)
+    return TrainCost(model, cluster, collectives(), strategy, efficiency)
 
 
 def seconds(name: str, rollout_tp: int = 4) -> float:
@@ -117,7 +119,7 @@ def test_pieces_add_up_to_the_call() -> None:
     assert [name for name, _ in logprob.finish] == ["offload"]
 
 
-def test_narrow_models_move_more_for_their_flops_under_torch() -> None:
+def test_narrow_models_move_more_for_their_flops() -> None:
     """Qwen3-0.6B by hand: a layer's weights, and what its norms, additions, rotary embedding and activation move."""
     h100 = load_calibration("h100-sglang")
 
@@ -127,10 +129,9 @@ def test_narrow_models_move_more_for_their_flops_under_torch() -> None:
 
     moved = 2 * (3 + 2) * 1024 + 2 * (2048 + 1024) + 3 * 3072
     flops = 2 * (1024 * (2048 + 1024 + 1024) + 2048 * 1024 + 3 * 1024 * 3072)
-    more = (moved / flops / 2.16e-4 - 1) * TRAFFIC * h100.reference.flops_per_byte
-    fitted = h100.training.flop_efficiency["fsdp"]
-    assert share("qwen3-0.6b", "fsdp") == pytest.approx(1 / (1 / fitted + more), rel=2e-3)
-    for wide in ("qwen2.5-7b", "llama-3.1-8b", "qwen3-32b", "llama-3.1-70b"):
-        assert share(wide, "fsdp") == fitted, "MPT of 70B reaches no more of an H100 than that of 7B does"
-    assert share("qwen3-0.6b", "megatron") == fitted
+    for framework, fitted in h100.training.flop_efficiency.items():
+        more = (moved / flops / 2.16e-4 - 1) * TRAFFIC[framework] * h100.reference.flops_per_byte
+        assert share("qwen3-0.6b", framework) == pytest.approx(1 / (1 / fitted + more), rel=2e-3)
+        for wide in ("qwen2.5-7b", "llama-3.1-8b", "qwen3-32b", "llama-3.1-70b"):
+            assert share(wide, framework) == fitted, "MPT of 70B reaches no more of an H100 than that of 7B does"
     assert share("qwen3-0.6b", "fsdp", 0.3) == 0.3

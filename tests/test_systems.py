@@ -511,7 +511,7 @@ def test_parts_that_decide_the_same_do_not_go_together() -> None:
 def test_the_engine_knows_no_system() -> None:
     names = {*policy_names(), "rollpacker", "rlhfuse", "oppo", "real_heuristic", "trl", "openrlhf", "nemo_aligner",
              "deepspeed_chat", "streamrl", "areal", "dapo"}  # fmt: skip
-    names -= {"chunked", "plan", "planner", "split", "stream"}  # words of costs and plans, too
+    names -= {"chunked", "megatron", "plan", "planner", "split", "stream"}  # words of costs and plans, too
     root = Path(rlsim.__file__).parent
     for room in ("sim", "workflow", "cost"):
         for path in (root / room).glob("*.py"):

@@ -9,9 +9,9 @@ from conftest import Talk, cases
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsim.cost.flops import forward_flops
+from rlsim.cost.flops import forward_flops, pair_flops
 from rlsim.cost.memory import call_bytes, kept_bytes
-from rlsim.cost.micro_batches import MicroBatching, deal, first_fit, pack
+from rlsim.cost.micro_batches import MicroBatches, MicroBatching, deal, first_fit, pack
 from rlsim.cost.strategy import TrainEfficiency, TrainStrategy
 from rlsim.cost.train import TrainCost
 from rlsim.cost.transfer import host_copy_s
@@ -334,23 +334,38 @@ def test_what_zero3_cannot_hide_by_hand() -> None:
     f = (2 * LAYER + 1000 * ELEMENTWISE) / 1e12
     talk = Talk(all_gather=5.0, reduce_scatter=3.0)
     call = cost(IDEAL, talk, MEMORY_ONLY, dp=2, zero_stage=3, micro_batch_sequences=1)
-    assert call.forward_s([1000] * 4).communication_s == pytest.approx(2 * (32 * (5 - f) + 5 + 5))
+    copied = LAYER / (0.9 * call.cluster.gpu.memory_bytes_per_s)  # of a byte of each weight of a layer
+    assert call.forward_s([1000] * 4).communication_s == pytest.approx(2 * (32 * (5 - f + 4 * copied) + 5 + 5))
     train = call.train_s([1000] * 4)
-    assert train.communication_s == pytest.approx(2 * (32 * (5 - f + 8 - 3 * f) + 5 + 5 + 3))
+    late = 5 - f + 8 - 3 * f + 14 * copied  # read and written: bf16 weights twice; once gradients, as bf16 and fp32
+    assert train.communication_s == pytest.approx(2 * (32 * late + 5 + 5 + 3))
     assert train.imbalance_s == pytest.approx(0.0, abs=1e-9)
     sizes = {("all_gather", 2 * LAYER), ("all_gather", 2 * 2 * EMBEDDING)}
     sizes |= {("reduce_scatter", 4 * LAYER), ("reduce_scatter", 4 * 2 * EMBEDDING)}
     assert {asked[:2] for asked in talk.asked} == sizes
     hidden = cost(IDEAL, Talk(all_gather=f / 2, reduce_scatter=f), MEMORY_ONLY, dp=2, zero_stage=3)
-    assert hidden.forward_s([1000] * 2).communication_s == pytest.approx(f / 2 + f / 2)
+    assert hidden.forward_s([1000] * 2).communication_s == pytest.approx(f / 2 + f / 2 + 32 * 4 * copied)
+
+
+def test_groups_of_hsdp_wait_for_each_other_at_the_end_of_a_mini_batch() -> None:
+    """Two micro-batches, the longer one first in one group of two ranks and last in the other."""
+    tokens = np.array([[2000.0, 1000], [1000, 1000], [1000, 2000], [1000, 1000]])
+    micro = MicroBatches(tokens, dict.fromkeys(pair_flops(LLAMA), tokens))
+    for gpus in (4, 2):
+        call = cost(IDEAL, Talk(), MEMORY_ONLY, dp=4, zero_stage=3, shard_gpus=gpus)
+        time = call._mini_batch(micro, call._passes(backward=False))
+        long, short = ((32 * (2 * LAYER + n * ELEMENTWISE) + n * HEAD) / 1e12 for n in (2000, 1000))
+        waited_s = 2 * long if gpus == 4 else long + short
+        assert time.compute_s + time.imbalance_s == pytest.approx(waited_s)
 
 
 def test_zero3_waits_for_the_slowest_rank_of_each_micro_batch() -> None:
     """Ranks of 1,000 and 2,000 tokens: gathers hide behind the longer one's layer, the other waits for it."""
     fast, slow = ((2 * LAYER + tokens * ELEMENTWISE) / 1e12 for tokens in (1000, 2000))
     talk = Talk(all_gather=5.0)
-    time = cost(IDEAL, talk, MEMORY_ONLY, dp=2, zero_stage=3).forward_s([1000, 2000])
-    assert time.communication_s == pytest.approx(32 * (5 - slow) + 10)
+    call = cost(IDEAL, talk, MEMORY_ONLY, dp=2, zero_stage=3)
+    time, copied = call.forward_s([1000, 2000]), 4 * LAYER / (0.9 * call.cluster.gpu.memory_bytes_per_s)
+    assert time.communication_s == pytest.approx(32 * (5 - slow + copied) + 10)
     mean_s = 32 * (fast + slow) / 2 + 1500 * HEAD / 1e12
     assert time.compute_s == pytest.approx(mean_s)
     assert time.imbalance_s == pytest.approx(32 * slow + 2000 * HEAD / 1e12 - mean_s)

@@ -81,7 +81,7 @@ def results(run: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """What rlsim says of each arm: its summary, mean seconds of its calls, and the GPU-seconds of a step."""
     mean, shape = 0.0, run.get("shape", SHAPE)
     for arm, experiment, given in experiments(run):
-        mean = _mean_for(experiment, given) if isinstance(given, Mapping) else given or mean
+        mean = _mean_for(experiment, given, shape) if isinstance(given, Mapping) else given or mean
         result = run_stated(experiment, mean, shape)
         own: dict[str, Any] = {str(column): value for column, value in result.summary().iloc[0].items()}
         own |= {f"{call}_s": call_s for call, call_s in call_seconds(result).items()}
@@ -98,14 +98,14 @@ def experiments(run: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], A
         yield arm, experiment, experiment.pop("mean", None)
 
 
-def _mean_for(experiment: Mapping[str, Any], wanted_s: Mapping[str, float]) -> float:
+def _mean_for(experiment: Mapping[str, Any], wanted_s: Mapping[str, float], shape: str) -> float:
     """The mean response (tokens) with which these calls of a step take their seconds together."""
 
     def excess_s(mean: float) -> float:
-        found = seconds(experiment, mean)
+        found = seconds(experiment, mean, shape)
         return sum(found[call] - call_s for call, call_s in wanted_s.items())
 
-    return float(brentq(excess_s, 100, 6000, xtol=5))
+    return float(brentq(excess_s, 100, 6000, xtol=1))
 
 
 def seconds(experiment: Mapping[str, Any], mean_response: float, shape: str = SHAPE) -> dict[str, float]:

@@ -24,6 +24,7 @@ from evidence.validate.parts import EVIDENCE, Options, Section
 from evidence.validate.published import figures, measured_section, published_rows, told
 from evidence.validate.rows import Kind, Row, markdown, read_rows
 from evidence.validate.steps_nemo import SPENT, nemo_rows
+from evidence.validate.steps_training import training_rows
 from rlsim.base.schema import Schema
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.calls import CallCosts
@@ -44,7 +45,7 @@ def section(options: Options) -> Section:
     order = spearmanr([one.reference for one in realhf], [one.simulated for one in realhf])[0]
     nemo, refused, spent = nemo_rows(options)
     options.progress("trainers alone")
-    found = [*realhf, *nemo, *trainer_rows(options.evidence), *verl_rows(options)]
+    found = [*realhf, *nemo, *trainer_rows(options.evidence), *verl_rows(options), *training_rows(options.evidence)]
     not_run = "\n".join(("Rows that cannot run, and why:", "", *refused)) if refused else "All rows run as published."
     tables = {
         "realhf_order": f"Rank correlation of rlsim's steps of ReaLHF with the measured ones: {order:.2f}.",

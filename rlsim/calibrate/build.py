@@ -28,7 +28,7 @@ from rlsim.cost.calibration import (
 )
 from rlsim.cost.fits import CollectiveFit, CollectiveFits, OperatorFits, carried_operators
 from rlsim.cost.operators import gemm_of
-from rlsim.cost.strategy import TRAFFIC, efficiency_of
+from rlsim.cost.strategy import efficiency_of, traffic_of
 from rlsim.errors import RlsimError
 from rlsim.models.model import Model, load_model
 
@@ -242,13 +242,14 @@ def training_of(gemm: pd.DataFrame, ref: Reference, base: Calibration | None) ->
     flops = 2.0 * gemm.m * gemm.n * gemm.k
     large = flops >= flops.quantile(LARGE)
     share = min(float((flops / gemm.seconds)[large].median()) / ref.bf16_flop_per_s, 1.0)
-    own = rounded(efficiency_of(share, ref.flops_per_byte))
-    others = base.training.flop_efficiency if base else dict.fromkeys(FRAMEWORKS, own)
+    made = {name: rounded(efficiency_of(share, ref.flops_per_byte, traffic_of(name))) for name in FRAMEWORKS}
+    others = base.training.flop_efficiency if base else made
     source = (
-        f"{FRAMEWORK}: the largest {int(large.sum())} products reach {percent(share)} of peak, and {TRAFFIC * 1e3:g} "
-        f"bytes are moved for every thousand of their FLOPs; the others: {said or 'the same'}"
+        f"{FRAMEWORK}: the largest {int(large.sum())} products reach {percent(share)} of peak, and "
+        f"{traffic_of(FRAMEWORK) * 1e3:g} bytes are moved for every thousand of their FLOPs; the others: "
+        f"{said or 'the same way'}"
     )
-    return TrainingFit(flop_efficiency={**others, FRAMEWORK: own}, source=source)
+    return TrainingFit(flop_efficiency={**others, FRAMEWORK: made["fsdp"]}, source=source)
 
 
 def copy_notes(measured: Measurements, ref: Reference) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ from rlsim.cost.fits import (
     Share,
     carried_operators,
 )
-from rlsim.cost.strategy import efficiency_of
+from rlsim.cost.strategy import efficiency_of, traffic_of
 from rlsim.cost.tables import csv_of, read_calibration
 from rlsim.errors import CalibrationError, CatalogueError, ConfigError, shown, unknown_name
 from rlsim.models.hardware import Cluster, load_cluster
@@ -173,6 +173,7 @@ class TrainingFit(Fitted):
     flop_efficiency: dict[str, Share]  # framework -> share of peak bf16 FLOP/s in linear layers
     # framework -> the same of calls without gradient, where it is another one
     forward_efficiency: dict[str, Share] = Field(default={})
+    attention: Share = 0.62  # of flash attention on long sequences, see `TrainEfficiency`
     # framework -> time of each call that neither tokens nor GPUs change; default: none
     call_s: dict[str, LongSeconds] = Field(default={})
     source: str
@@ -391,32 +392,47 @@ class Calibration(Fitted):
         return Known(exact, math.prod(levels) ** (1 / max(len(levels), 1)), bool(own))
 
 
-def derive(source: Calibration, gpu: str, note: str, reference: Reference) -> Calibration:
-    """`source`'s efficiencies on `gpu`, whose figures are `reference`; the link stays that of the measured node."""
+def derive(source: Calibration, gpu: str, note: str, reference: Reference, reached: float | None = None) -> Calibration:
+    """`source`'s efficiencies on `gpu`, whose figures are `reference`; the link stays that of the measured node.
+
+    `reached`: what large products and long attention were measured to reach of its peak.
+    """
     residuals = {
         key: value.model_copy(update={"note": f"of {source.gpu}; not measured on {gpu}. {value.note}".strip()})
         for key, value in source.residuals.items()
     }
     notes = (f"derived from {source.name}: {note}", *source.provenance.notes)
-    # Of training the source's shares in linear layers, at the GPU's own ratio of peak and memory bandwidth.
-    more, training = reference.flops_per_byte - source.reference.flops_per_byte, source.training
-    about = f"nothing of this is measured on {gpu}: large GEMMs are taken to reach the same share of its peak"
-    own = {
-        "flop_efficiency": {
-            key: round(efficiency_of(share, more), 3) for key, share in training.flop_efficiency.items()
-        },
-        "source": f"{about}; there: {training.source}",
-    }
     update = {
-        "operators": carried_operators(source.operators, source.reference, reference),
+        "operators": carried_operators(source.operators, source.reference, reference, reached),
         "name": source.name.replace(source.gpu, gpu, 1),
         "gpu": gpu,
         "reference": reference.model_copy(update={"link_bytes_per_s": source.reference.link_bytes_per_s}),
         "provenance": source.provenance.model_copy(update={"notes": notes}),
         "residuals": residuals,
-        "training": training.model_copy(update=own),
+        "training": _carried_training(source, gpu, reference, reached),
     }
     return source.model_copy(update=update)
+
+
+def _carried_training(source: Calibration, gpu: str, reference: Reference, reached: float | None) -> TrainingFit:
+    """The source's shares in linear layers, at the GPU's own ratio of peak and memory bandwidth; its products reach
+    their share there, or what was measured."""
+    fit, here, there = source.training, reference.flops_per_byte, source.reference.flops_per_byte
+
+    def share(framework: str) -> float:
+        traffic = traffic_of(framework)
+        products = efficiency_of(fit.flop_efficiency[framework], -there, traffic)
+        return round(efficiency_of(reached or products, here, traffic), 3)
+
+    products = f"reach {reached} of its peak" if reached else "are taken to reach the same share of its peak"
+    about = f"nothing of training is measured on {gpu}: large GEMMs {products}"
+    return fit.model_copy(
+        update={
+            "flop_efficiency": {framework: share(framework) for framework in fit.flop_efficiency},
+            "attention": reached or fit.attention,
+            "source": f"{about}; there: {fit.source}",
+        }
+    )
 
 
 def carried_to(calibration: Calibration, cluster: Cluster) -> Calibration:
@@ -484,7 +500,7 @@ def _of_catalogue(full: str) -> Calibration:
         return _load(path)
     gpu, source = _derived_names()[full]
     row = derived_gpus()[gpu]
-    return derive(_of_catalogue(source), gpu, row.note, Reference.of(load_cluster(row.cluster)))
+    return derive(_of_catalogue(source), gpu, row.note, Reference.of(load_cluster(row.cluster)), row.reached)
 
 
 def _load(path: Path) -> Calibration:

@@ -13,7 +13,7 @@ from rlsim.cost.layout import PLAIN, ReplicaLayout
 from rlsim.cost.operators import Operators
 from rlsim.cost.reallocation import DataTransfer, Reallocation, Side
 from rlsim.cost.step import Lookups
-from rlsim.cost.strategy import EXPERT_LAUNCH_S, TrainEfficiency, TrainStrategy, unfused_of
+from rlsim.cost.strategy import EXPERT_LAUNCH_S, LOOPED_EXPERT_S, TrainEfficiency, TrainStrategy, unfused_of
 from rlsim.cost.train import TrainCost
 from rlsim.cost.weight_sync import SyncMethod, WeightSync
 from rlsim.errors import ConfigError
@@ -51,19 +51,15 @@ class CallCosts:
             )
         self.models, self.cluster, self._backend = models, cluster, backend
         self.collectives = Collectives(calibration.collectives, calibration.reference, cluster)
-        slower = calibration.costs.training
-        flop = (efficiency or known[backend]) / slower
-        forward = None if efficiency else calibration.training.forward_efficiency.get(backend)
-        forward = forward / slower if forward else None
-        self._draw = calibration.draw
-        if self._draw.number:
-            forward = min((forward or flop) / self._draw.call("inference"), 1.0)
-            flop = min(flop / self._draw.call("train"), 1.0)
-        launch_s = EXPERT_LAUNCH_S * calibration.costs.expert_launch
-        # A share that is given is that of the model at hand; what slows a fitted one down slows all down.
-        self._flops_per_byte = 0.0 if efficiency else calibration.reference.flops_per_byte * known[backend] / flop
+        launches = calibration.costs.expert_launch
+        self._draw, self._given, self._training = calibration.draw, efficiency, calibration.training
+        self._slower = calibration.costs.training
         self._efficiency = TrainEfficiency(
-            flop=flop, forward=forward, expert_launch_s=launch_s, recurrent=calibration.costs.recurrent
+            flop=1.0,
+            attention=calibration.training.attention,
+            expert_launch_s=EXPERT_LAUNCH_S * launches,
+            looped_expert_s=LOOPED_EXPERT_S * launches,
+            recurrent=calibration.costs.recurrent,
         )
         self.call_s = calibration.training.call_s.get(backend, 0.0)
         calibration.check_precision(precision)
@@ -84,8 +80,20 @@ class CallCosts:
         return self._made(self._shapes[role], strategy, first_gpu % self.cluster.domain_gpus)
 
     def _of(self, role: str, strategy: TrainStrategy, first_gpu: int) -> TrainCost:
-        model = self.models[role]
-        efficiency = replace(self._efficiency, unfused=unfused_of(model, self._backend, self._flops_per_byte))
+        model, framework = self.models[role], self._backend
+        if framework == "megatron" and not strategy.fused_rope:
+            framework = "fsdp"  # whose modules fuse as little
+        known = self._training.flop_efficiency[framework]
+        flop = (self._given or known) / self._slower
+        forward = None if self._given else self._training.forward_efficiency.get(framework)
+        forward = forward / self._slower if forward else None
+        if self._draw.number:
+            forward = min((forward or flop) / self._draw.call("inference"), 1.0)
+            flop = min(flop / self._draw.call("train"), 1.0)
+        # A share that is given is that of the model at hand; what slows a fitted one down slows all down.
+        flops_per_byte = 0.0 if self._given else self._reference.flops_per_byte * known / flop
+        unfused = unfused_of(model, framework, flops_per_byte)
+        efficiency = replace(self._efficiency, flop=flop, forward=forward, unfused=unfused)
         efficiency = replace(efficiency, fp8_saved=self._fp8_saved(model, strategy, efficiency.layers))
         return TrainCost(model, self.cluster, self.collectives, strategy, efficiency, first_gpu)
 

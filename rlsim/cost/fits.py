@@ -273,24 +273,28 @@ class Derived(Schema):
     cluster: str  # of the catalogue: a node as sold
     engines: tuple[str, ...]  # of the source's calibrations, those that are carried over
     note: str  # what is carried over, and what is not known
+    # share of its peak that large products and long attention reach, where that is measured; default: as on the source
+    reached: Share | None = None
 
 
-def carried_operators(operators: OperatorFits, source: Rates, reference: Rates) -> OperatorFits:
+def carried_operators(
+    operators: OperatorFits, source: Rates, reference: Rates, reached: float | None = None
+) -> OperatorFits:
     """Kernels' fits of `source` for a GPU with these figures: as they are where its SMs are as many.
 
     Elsewhere products and experts have no tables: what a roofline leaves over on one GPU says little about another.
 
-    A block of few rows that reaches little of an SM's peak is not bound by the products but by what is moved and issued
-    for them. On SMs with fewer FLOP/s that takes as long: the block reaches as much more of their peak, up to what the
-    best block does.
+    A block that reaches little of an SM's peak is not bound by the products but by what is moved and issued for them.
+    On SMs with fewer FLOP/s that takes as long: the block reaches as much more of their peak, up to what the best block
+    does, or to what large products and long attention were measured to reach there (`reached`).
     """
     if reference.sm_count == source.sm_count:
         return operators
     per_sm = [ref.bf16_flop_per_s / ref.sm_count for ref in (source, reference)]
-    slower = max(1.0, per_sm[0] / per_sm[1])
+    slower, most = max(1.0, per_sm[0] / per_sm[1]), reached or 0.0
     update = {
-        "gemm": _of_products(operators.gemm, slower),
-        "quantised_gemm": tuple(_of_products(fit, slower) for fit in operators.quantised_gemm),
+        "gemm": _of_products(operators.gemm, slower, most),
+        "quantised_gemm": tuple(_of_products(fit, slower, most) for fit in operators.quantised_gemm),
         "experts": {name: _by_block(fit, slower) for name, fit in operators.experts.items()},
         "parallel_experts": {name: _by_block(fit, slower) for name, fit in operators.parallel_experts.items()},
         "other_experts": {
@@ -298,27 +302,32 @@ def carried_operators(operators: OperatorFits, source: Rates, reference: Rates) 
             for kernel, fits in operators.other_experts.items()
         },
     }
+    if reached:
+        for kind in ("prefill_attention", "prefill_attention_fp8"):
+            if fit := getattr(operators, kind):
+                heads = {size: _by_block(kernel, slower, most) for size, kernel in fit.heads.items()}
+                update[kind] = fit.model_copy(update={"heads": heads})
     return operators.model_copy(update=update)
 
 
-def _of_products(fit: ProductFit, slower: float) -> ProductFit:
+def _of_products(fit: ProductFit, slower: float, most: float) -> ProductFit:
     """With blocks of few rows too, at the efficiency of the smallest ones, where any block may have any rows."""
-    fit = _by_block(fit, slower)
+    fit = _by_block(fit, slower, most)
     if not fit.tiles:  # registers are moved while the products run, which takes as much longer
         hidden = {name: 0.0 if "spilled" in name and slower > 1 else each for name, each in fit.added_s.items()}
         return fit.model_copy(update={"added_s": hidden})
     if len({tile.from_rows for tile in fit.tiles}) == 1:
         least = min(tile.m for tile in fit.tiles)
         few = (tile.model_copy(update={"m": FEWEST_ROWS}) for tile in fit.tiles if tile.m == least)
-        return fit.model_copy(update={"tiles": (*few, *fit.tiles)})
-    best = max(tile.efficiency for tile in fit.tiles)
+        fit = fit.model_copy(update={"tiles": (*few, *fit.tiles)})
+    best = max(most, *(tile.efficiency for tile in fit.tiles))
     tiles = (tile.model_copy(update={"efficiency": _share(tile.efficiency, slower, best)}) for tile in fit.tiles)
     return fit.model_copy(update={"tiles": tuple(tiles)})
 
 
-def _by_block(fit: K, slower: float) -> K:
+def _by_block(fit: K, slower: float, most: float = 0.0) -> K:
     """On SMs whose peak is so many times lower, with a share of it for each kind of block."""
-    best = max(share for name, share in fit.efficiency.items() if name != "memory")
+    best = max(most, *(share for name, share in fit.efficiency.items() if name != "memory"))
     shares = {name: one if name == "memory" else _share(one, slower, best) for name, one in fit.efficiency.items()}
     return fit.model_copy(update={"efficiency": shares, "table": None})
 

@@ -31,6 +31,11 @@ def attention_of(backend: str) -> AttentionKernel:
     return "flash_attention_2" if backend == "fsdp" else "cudnn"
 
 
+def loops_experts(backend: str) -> bool:
+    """Whether a training backend runs a layer's experts one by one, as Hugging Face's modules, which FSDP wraps, do."""
+    return backend == "fsdp"
+
+
 _FROM_ONE = (
     *("dp", "tp", "pp", "cp", "ep", "micro_batch_tokens", "expert_tp", "micro_batches", "shard_gpus"),
     *("log_prob_micro_batch_tokens", "micro_batch_sequences", "log_prob_micro_batch_sequences", "expert_imbalance"),
@@ -89,6 +94,8 @@ class TrainStrategy:
     sequence_parallel: bool = False
     logits: Logits = "bf16"
     attention: AttentionKernel = "cudnn"
+    looped_experts: bool = False
+    fused_rope: bool = True
 
     def __post_init__(self) -> None:
         for key in _FROM_ONE:
@@ -200,16 +207,28 @@ class TrainStrategy:
 #: The host's seconds to launch the forward pass of a layer with experts; the backward pass takes twice that. Megatron
 #: Core's dispatcher waits for the number of every expert's tokens, so that the host cannot launch ahead. Fitted to one
 #: published iteration of pre-training on H800 (an input of `rlsim validate steps`).
-EXPERT_LAUNCH_S = 4.12e-3
+EXPERT_LAUNCH_S = 4.15e-3
+#: The host's seconds for the forward pass of one expert where a layer's experts run one by one; the backward pass takes
+#: twice that. Fitted to one update of veRL's Qwen3-30B-A3B under FSDP (an input of `rlsim validate steps`).
+LOOPED_EXPERT_S = 0.40e-3
+#: `TrainStrategy.expert_imbalance` of a trainer whose router sends tokens where it will. Fitted to log-probs and
+#: updates of 14 runs of veRL with Qwen3-30B-A3B on H100 (`scripts/fit_calibrations.py training`), so that it holds all
+#: that experts take longer than in pre-training on H800 whose load was forced to be balanced, which comes out at 1.
+EXPERT_IMBALANCE = 1.72
 #: Bytes that a training framework moves for each FLOP of its linear layers, at the data sheet's bandwidth: kernels that
 #: are not fused, and gaps between kernels. Fitted to runs of veRL and NeMo-RL (`scripts/fit_calibrations.py training`).
-TRAFFIC = 2.29e-3
+TRAFFIC = {"fsdp": 2.52e-3, "megatron": 1.51e-3}
 #: Elements that the layers' element-wise kernels would move for each of these FLOPs if they were fused, in the models
 #: of those runs (LLaMA-3.1-8B and Qwen2.5-7B, 0.2% apart).
 MOVED = 2.16e-4
 
 
-def efficiency_of(gemm_share: float, flops_per_byte: float, traffic: float = TRAFFIC) -> float:
+def traffic_of(framework: str) -> float:
+    """`TRAFFIC` of a framework; torch's own modules are those that FSDP wraps."""
+    return TRAFFIC["megatron" if framework == "megatron" else "fsdp"]
+
+
+def efficiency_of(gemm_share: float, flops_per_byte: float, traffic: float) -> float:
     """Share of the peak that linear layers reach, with `traffic` bytes moved for each of their FLOPs.
 
     `gemm_share`: what large products alone reach; `flops_per_byte`: the GPU's peak over its memory bandwidth.
@@ -217,20 +236,18 @@ def efficiency_of(gemm_share: float, flops_per_byte: float, traffic: float = TRA
     return 1.0 / (1.0 / gemm_share + traffic * flops_per_byte)
 
 
-def unfused_of(model: Model, backend: str, flops_per_byte: float) -> float:
-    """`TrainEfficiency.unfused` of a model: under torch's own modules what is moved beside products grows with the
-    width of what these pass on, not with their FLOPs.
+def unfused_of(model: Model, framework: str, flops_per_byte: float) -> float:
+    """`TrainEfficiency.unfused` of a model: what is moved beside products grows with the width of what these pass on,
+    not with their FLOPs.
 
     A model of half the width moves as many bytes for half of the FLOPs, and `TRAFFIC` is that of models as wide as
     those it is fitted to. Wider ones are not taken to be faster: MPT of 7B, 13B, 30B and 70B reach 0.57, 0.59, 0.59 and
     0.57 of an H100's peak under FSDP (mosaicml/llm-foundry@061f2c7, scripts/train/benchmarking, the best rows with
-    recomputation). Megatron Core fuses its norms, activations and rotary embeddings: there it is one for FLOPs.
+    recomputation).
     """
-    if backend not in ("fsdp", "torch"):
-        return 0.0
     moved = sum(count * sum(moved_elements(layer)) for layer, count in model.groups.items())
     flops = sum(count * 2.0 * layer.active_weights for layer, count in model.groups.items())
-    return TRAFFIC * max(round(moved / flops / MOVED, 2) - 1.0, 0.0) * flops_per_byte
+    return traffic_of(framework) * max(round(moved / flops / MOVED, 2) - 1.0, 0.0) * flops_per_byte
 
 
 #: What FlashAttention-2 reaches of an SM with Ampere's matrix instructions, however fast Hopper's and later ones are:
@@ -250,7 +267,8 @@ class TrainEfficiency:
     bandwidth on A100 and H100 (Vidur commit 7d47513, 4,096 tokens), weighted by their bytes in a llama layer.
     `fp8_saved`: seconds that FP8 products of the layers save of each second that they would take at the bf16 peak;
     `unfused`: those that moving activations takes longer than in the models that `flop` is fitted to (`unfused_of`).
-    `expert_launch_s`: the host's to launch a forward pass of a layer with experts, which takes no less. `recurrent`:
+    `expert_launch_s`: the host's to launch a forward pass of a layer with experts, which takes no less;
+    `looped_expert_s`: of one expert where they run one by one. `recurrent`:
     how many times their roofline layers with linear attention or a state-space mixer take.
     """
 
@@ -262,6 +280,7 @@ class TrainEfficiency:
     overhead_tokens: float = 400.0
     memory: float = 0.55
     expert_launch_s: float = 0.0
+    looped_expert_s: float = 0.0
     recurrent: float = 1.0
 
     def __post_init__(self) -> None:

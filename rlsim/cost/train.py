@@ -43,6 +43,9 @@ OPTIMIZER_BYTES = 42.0
 #: Host memory traffic of the same on the CPU: read gradient, master and two moments (16), write the latter three (12).
 CPU_OPTIMIZER_BYTES = 28.0
 
+#: Share of the data sheet's bandwidth that plain copies in memory reach (additions: see `TrainEfficiency.memory`).
+COPY_SHARE = 0.9
+
 #: Memory traffic per logit and pass: bf16 logits (4), an fp32 copy (8), log-softmax (4).
 LOGIT_BYTES = 16.0
 
@@ -202,9 +205,15 @@ class TrainCost:
             attention_token_s=work.token_flops / split / attention,
             kv_bytes=work.exchanged * BF16 / strategy.tp,
             parts=(own, *([routed] if routed else [])),
-            launch_s=efficiency.expert_launch_s if isinstance(layer.mlp, Experts) else 0.0,
+            launch_s=self._experts_launch_s(layer.mlp.experts) if isinstance(layer.mlp, Experts) else 0.0,
             **apart,
         )
+
+    def _experts_launch_s(self, experts: int) -> float:
+        """Host seconds of launching the forward pass of a layer with so many experts."""
+        if self.strategy.looped_experts:
+            return self.efficiency.looped_expert_s * experts / self.strategy.ep
+        return self.efficiency.expert_launch_s
 
     def _elementwise_bytes(self, layer: Layer) -> float:
         """Memory traffic per token of a layer's element-wise kernels, fused, forward: `moved_elements`, and of experts
@@ -287,8 +296,11 @@ class TrainCost:
             communication += layer.count * exposed
         busy += tokens * (self._head_s * passes.head)
         if strategy.zero_stage == 3 and strategy.sharded_over > 1:
-            # The ranks meet at every layer: each micro-batch takes as long as its slowest rank.
-            slowest_s = float((busy + communication).max(axis=0).sum())
+            # The ranks meet at every layer: each micro-batch takes as long as its slowest rank. Under HSDP those of one
+            # group do, and groups at the end of the mini-batch.
+            together = min(max(strategy.sharded_over // strategy.cp, 1), len(busy))
+            groups = (busy + communication).reshape(-1, together, busy.shape[1])
+            slowest_s = float(groups.max(axis=1).sum(axis=1).max())
             late_s = self._late_gathers_s(micro, passes)
             mean_s, talk_s = float(busy.mean(axis=0).sum()), float(communication.mean(axis=0).sum())
             return TrainTime(compute_s=mean_s, communication_s=talk_s + late_s, imbalance_s=slowest_s - mean_s - talk_s)
@@ -319,7 +331,7 @@ class TrainCost:
 
         In the forward pass a layer's gather hides behind the layer before it, taken as one like itself; in the backward
         pass a gather and the scatter of the gradient. The first layer, embedding and head are gathered, and scattered,
-        in the open.
+        in the open, and nothing hides that what is gathered is copied out of the buffer, and gradients into theirs.
         """
         ends = (self.model.embedding_parameters / self.strategy.tp,)
         gather_s, scatter_s = partial(self._unit_s, "all_gather"), partial(self._unit_s, "reduce_scatter")
@@ -328,7 +340,7 @@ class TrainCost:
             forward, exposed = self._layer_s(layer, micro, _FORWARD)
             forward += exposed
             gather, scatter = gather_s(layer.parts), scatter_s(layer.parts)
-            late = np.maximum(gather - forward.max(axis=0), 0.0)
+            late = np.maximum(gather - forward.max(axis=0), 0.0) + self._copied_units_s(layer.parts, passes)
             if passes.backward:
                 compute, exposed = self._layer_s(layer, micro, passes)
                 late += np.maximum(gather + scatter - (compute + exposed - forward).max(axis=0), 0.0)
@@ -382,6 +394,11 @@ class TrainCost:
         width = BF16 if op == "all_gather" else self.strategy.gradient_bytes * self._trained
         spread = zip(parts, (self._groups, self._expert_groups), strict=False)
         return sum(groups.time_s(op, n * width, "sharded") for n, groups in spread)
+
+    def _copied_units_s(self, parts: Sequence[float], passes: _Passes) -> float:
+        """ZeRO-3: copying a unit's gathered weights out of the buffer in each direction, and its gradients into one."""
+        size = 2 * BF16 + passes.backward * (2 * BF16 + (BF16 + self.strategy.gradient_bytes) * self._trained)
+        return sum(parts) * size / (COPY_SHARE * self.cluster.gpu.memory_bytes_per_s)
 
     def _stage_sends_s(self, tokens: Floats, passes: _Passes) -> float:
         """Sends of activations (and gradients): all micro-batches over a slowest boundary, the largest over others."""

@@ -12,6 +12,7 @@ from pydantic import Field, field_validator
 from rlsim.base.schema import Name, Schema, name_of, placed
 from rlsim.cost.assumed import PLAIN_COSTS, AssumedCosts
 from rlsim.cost.strategy import (
+    EXPERT_IMBALANCE,
     AttentionKernel,
     GradientType,
     HostMemory,
@@ -20,6 +21,7 @@ from rlsim.cost.strategy import (
     Recompute,
     attention_of,
     logits_of,
+    loops_experts,
 )
 from rlsim.cost.weight_sync import SyncMethod
 from rlsim.errors import shown, unknown_name
@@ -142,7 +144,7 @@ class TrainingSpec(Schema):
     cp: int = Field(default=1, ge=1, le=1024)
     ep: int = Field(default=1, ge=1, le=1024)
     expert_tp: int | None = Field(default=None, ge=1, le=1024)
-    expert_imbalance: float = Field(default=1.0, ge=1, le=1024)
+    expert_imbalance: float = Field(default=EXPERT_IMBALANCE, ge=1, le=1024)
     sequences: Literal["responses", "turns"] = "responses"
     zero_stage: Literal[0, 1, 2, 3] | None = None
     micro_batch_tokens: Annotated[Tokens, Field(ge=1)] = 16384
@@ -156,6 +158,8 @@ class TrainingSpec(Schema):
     packing: Packing = "balanced"
     logits: Logits | None = None
     attention: AttentionKernel | None = None
+    looped_experts: bool | None = None
+    fused_rope: bool = True
     driver_per_token: Seconds = Field(default=0.0, ge=0, le=1e-3)
     offload: bool = False
     host_memory: HostMemory = "pinned"
@@ -167,9 +171,10 @@ class TrainingSpec(Schema):
 
     @property
     def kinds(self) -> dict[str, Any]:
-        """ZeRO stage, attention kernel and logits: as given, or the backend's own."""
+        """ZeRO stage, attention kernel, logits and how experts run: as given, or the backend's own."""
         attention, logits = self.attention or attention_of(self.backend), self.logits or logits_of(self.backend)
-        return {"zero_stage": self.stage, "attention": attention, "logits": logits}
+        looped = loops_experts(self.backend) if self.looped_experts is None else self.looped_experts
+        return {"zero_stage": self.stage, "attention": attention, "logits": logits, "looped_experts": looped}
 
     @property
     def stage(self) -> int:

@@ -39,7 +39,6 @@ from rlsim.models.precision import KvPrecision, Precision
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 DATE = "2026-11-24"
 SCRIPT = "scripts/fit_calibrations.py"
-FRAMEWORKS = ("fsdp", "megatron")
 NOTES: dict[str, str] = plain(read_yaml(Path(__file__).with_name("notes.yaml")))
 COMMON = (COLD, NOTES["skew"], INTER, PAIR)
 LARGEST_GRAPH = {"sglang": 160, "vllm": 256, "trtllm": 128}  # of the engine's defaults
@@ -124,9 +123,12 @@ def large_gemm_share(table: pd.DataFrame, peak_flop_per_s: float) -> float:
 
 def training_fit(gemm_share: float, reference: Reference, table: str) -> TrainingFit:
     """Share of peak by framework on a GPU whose large GEMMs in `table` reach `gemm_share` of it."""
-    said = {"share": gemm_share, "large": NOTES["large gemms"], "table": table, "traffic": TRAFFIC * 1e3}
-    efficiency = round(efficiency_of(gemm_share, reference.flops_per_byte), 3)
-    return TrainingFit(flop_efficiency=dict.fromkeys(FRAMEWORKS, efficiency), source=NOTES["training"].format_map(said))
+    said = {"share": gemm_share, "large": NOTES["large gemms"], "table": table}
+    said |= {framework: traffic * 1e3 for framework, traffic in TRAFFIC.items()}
+    shares = {
+        name: round(efficiency_of(gemm_share, reference.flops_per_byte, each), 3) for name, each in TRAFFIC.items()
+    }
+    return TrainingFit(flop_efficiency=shares, source=NOTES["training"].format_map(said))
 
 
 #: Since this release vLLM schedules an iteration while the one before runs, unless it is told not to.
