@@ -123,9 +123,9 @@ def test_narrow_models_move_more_for_their_flops() -> None:
     """Qwen3-0.6B by hand: a layer's weights, and what its norms, additions, rotary embedding and activation move."""
     h100 = load_calibration("h100-sglang")
 
-    def share(model: str, backend: str, efficiency: float | None = None) -> float:
+    def share(model: str, backend: str, efficiency: float | None = None, fused_rope: bool = True) -> float:
         calls = CallCosts({"actor": load_model(model)}, load_cluster("8xh100"), h100, backend, efficiency)
-        return calls.of("actor", TrainStrategy()).efficiency.layers
+        return calls.of("actor", TrainStrategy(fused_rope=fused_rope)).efficiency.layers
 
     moved = 2 * (3 + 2) * 1024 + 2 * (2048 + 1024) + 3 * 3072
     flops = 2 * (1024 * (2048 + 1024 + 1024) + 2048 * 1024 + 3 * 1024 * 3072)
@@ -134,4 +134,5 @@ def test_narrow_models_move_more_for_their_flops() -> None:
         assert share("qwen3-0.6b", framework) == pytest.approx(1 / (1 / fitted + more), rel=2e-3)
         for wide in ("qwen2.5-7b", "llama-3.1-8b", "qwen3-32b", "llama-3.1-70b"):
             assert share(wide, framework) == fitted, "MPT of 70B reaches no more of an H100 than that of 7B does"
+    assert share("qwen3-0.6b", "megatron", fused_rope=False) == share("qwen3-0.6b", "fsdp")
     assert share("qwen3-0.6b", "fsdp", 0.3) == 0.3

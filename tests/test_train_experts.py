@@ -336,6 +336,14 @@ def test_verl_cuts_experts_by_tp_unless_told_otherwise(tmp_path: Path) -> None:
     assert [(one["tp"], one["ep"], one["expert_tp"]) for one in found] == [(2, 4, 2), (2, 4, 1)]
 
 
+def test_verl_says_whether_rotary_embeddings_are_fused(tmp_path: Path) -> None:
+    key = "actor_rollout_ref.actor.megatron.override_transformer_config.apply_rope_fusion"
+    given = ["actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.megatron.optimizer_offload=True"]
+    for more, fused in (([], None), ([f"+{key}=True"], None), ([f"+{key}=False"], False)):
+        training = draft_of(tmp_path, *given, *more, model="qwen3-30b-a3b").data()["training"]
+        assert (training.get("fused_rope"), training["host_memory"]) == (fused, "pageable")
+
+
 def test_published_iterations_of_megatron_core_are_near() -> None:
     """Nothing is fitted to them; micro-batches of one sequence are too fast for want of launch times."""
     errors = {row.case: row.error for row in trainer_rows() if row.case.startswith("megatron")}

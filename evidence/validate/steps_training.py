@@ -8,7 +8,7 @@ in them. So an MFU says how long a batch takes whose lengths are known but for a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,7 +60,6 @@ class TrainingRun(Schema):
     mini_batches: int
     cap: int
     mean_response: float | None = None
-    update_actor_s: float | None = None
     old_log_prob_s: float | None = None
     mfu: float
 
@@ -115,24 +114,11 @@ class TrainingRun(Schema):
     @property
     def strategy(self) -> TrainStrategy:
         fsdp, share = self.backend == "fsdp", self.tp * self.pp * self.cp
-        shared = (
-            "tp",
-            "pp",
-            "cp",
-            "ep",
-            "micro_batch_tokens",
-            "micro_batch_sequences",
-            "shard_gpus",
-            "recompute",
-            "fused_rope",
-        )
-        kinds: dict[str, Any] = {name: getattr(self, name) for name in shared}
+        own = [one.name for one in fields(TrainStrategy) if one.name in TrainingRun.model_fields]
+        kinds: dict[str, Any] = {name: getattr(self, name) for name in own}
         return TrainStrategy(
             **kinds, dp=load_cluster(self.cluster).gpus // share, offload=True, host_memory="pageable",
-            sequence_parallel=self.tp > 1,
-            log_prob_micro_batch_tokens=self.log_prob_micro_batch_tokens,
-            log_prob_micro_batch_sequences=self.log_prob_micro_batch_sequences,
-            zero_stage=3 if fsdp else 1, logits=logits_of(self.backend, not fsdp),
+            sequence_parallel=self.tp > 1, zero_stage=3 if fsdp else 1, logits=logits_of(self.backend, not fsdp),
             attention=attention_of(self.backend), looped_experts=loops_experts(self.backend),
         )  # fmt: skip
 
@@ -143,6 +129,10 @@ class TrainingRun(Schema):
         costs = CallCosts({"actor": load_model(self.model)}, cluster, calibration, self.backend)
         call = costs.of("actor", replace(self.strategy, expert_imbalance=expert_imbalance))
         return call.forward_s(self.lengths), call.train_s(self.lengths, self.mini_batches)
+
+    def steps_s(self, update: TrainTime) -> float:
+        """Seconds of an update's optimizer steps; interleaved stages divide the pipeline's bubble."""
+        return update.total_s - update.offload_s - update.bubble_s * (1 - 1 / self.interleaved)
 
 
 def lengths(count: int, prompt: float, response: float, cap: float, spread: float) -> Floats:
@@ -161,8 +151,7 @@ def training_rows(evidence: Path) -> Iterator[Row]:
     """Every run: the optimizer steps, and log-probs where lengths are known, the controller's time among them."""
     for run in training_runs(evidence):
         log_probs, update = run.simulated()
-        steps_s, handed_s = update.total_s - update.offload_s, DRIVER_S * run.padded_tokens
-        yield Row("steps", run.case, "optimizer_steps_s", run.counted_s, steps_s, kind=run.kind)
+        yield Row("steps", run.case, "optimizer_steps_s", run.counted_s, run.steps_s(update), kind=run.kind)
         if run.old_log_prob_s:
-            whole_s = log_probs.total_s + handed_s
+            whole_s = log_probs.total_s + DRIVER_S * run.padded_tokens
             yield Row("steps", run.case, "old_log_prob_s", run.old_log_prob_s, whole_s, kind=run.log_probs_kind)

@@ -81,7 +81,7 @@ class CallCosts:
 
     def _of(self, role: str, strategy: TrainStrategy, first_gpu: int) -> TrainCost:
         model, framework = self.models[role], self._backend
-        if framework == "megatron" and not strategy.fused_rope:
+        if framework == "megatron" and not strategy.fused_rope and "fsdp" in self._training.flop_efficiency:
             framework = "fsdp"  # whose modules fuse as little
         known = self._training.flop_efficiency[framework]
         flop = (self._given or known) / self._slower

@@ -268,8 +268,8 @@ class TrainEfficiency:
     `fp8_saved`: seconds that FP8 products of the layers save of each second that they would take at the bf16 peak;
     `unfused`: those that moving activations takes longer than in the models that `flop` is fitted to (`unfused_of`).
     `expert_launch_s`: the host's to launch a forward pass of a layer with experts, which takes no less;
-    `looped_expert_s`: of one expert where they run one by one. `recurrent`:
-    how many times their roofline layers with linear attention or a state-space mixer take.
+    `looped_expert_s`: of one expert where they run one by one. `recurrent`: how many times their roofline layers with
+    linear attention or a state-space mixer take.
     """
 
     flop: float

@@ -298,7 +298,7 @@ class TrainCost:
         if strategy.zero_stage == 3 and strategy.sharded_over > 1:
             # The ranks meet at every layer: each micro-batch takes as long as its slowest rank. Under HSDP those of one
             # group do, and groups at the end of the mini-batch.
-            together = min(max(strategy.sharded_over // strategy.cp, 1), len(busy))
+            together = math.gcd(max(strategy.sharded_over // strategy.cp, 1), len(busy))
             groups = (busy + communication).reshape(-1, together, busy.shape[1])
             slowest_s = float(groups.max(axis=1).sum(axis=1).max())
             late_s = self._late_gathers_s(micro, passes)

@@ -230,7 +230,7 @@ def expert_balance() -> float:
         errors = []
         for run in runs:
             log_probs, update = run.simulated(imbalance)
-            errors.append((update.total_s - update.offload_s) / run.counted_s)
+            errors.append(run.steps_s(update) / run.counted_s)
             errors.append((log_probs.total_s + DRIVER_S * run.padded_tokens) / (run.old_log_prob_s or 0.0))
         return float((np.log(errors) ** 2).sum())
 
