@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Any, Literal, NamedTuple
 
-from numpy.random import Generator, default_rng
+from numpy.random import default_rng
 
 from rlsim.cost.curve import InWindows
 from rlsim.cost.step import PLAIN_KV, Chunk, Conditions, KvShape, StepCost
@@ -204,6 +204,7 @@ class _Request(RefRequest):
     number: int = 0  # of its admission
     stay: RefStay | None = None  # at the replica where it is
     parent: _Request | None = None  # that waits for this sub-agent
+    path: tuple[int, ...] = ()  # to a sub-agent: call, agent, call, agent …, from 1
     attempts: int = 0  # that were lost
     pinned: Sequence[Page] = ()  # kept for it while it is at its tools
 
@@ -225,6 +226,10 @@ class _Request(RefRequest):
     @property
     def calls(self) -> bool:
         return bool(self.tools) and self.generated == self.tools[0][0]
+
+    @property
+    def calls_over(self) -> int:
+        return len(self.all_tools) - len(self.tools)
 
     @property
     def left(self) -> bool:
@@ -427,7 +432,6 @@ class _Rollout:
         self.sandboxes: list[_Request] = []  # who has one
         self.agents: list[_Agent] = []  # that somebody waits for
         self.agents_so_far = 0
-        self.numbers: dict[tuple[int, ...], Generator] = {}  # by which calls fail
         self.pins: list[tuple[float, _Replica, _Request, int]] = []  # until when, by which call
         self.unpinning: list[tuple[_Replica, _Request]] = []  # at the replica's next boundary
         self.requests = [_Request(**vars(r)) for r in requests]
@@ -959,11 +963,12 @@ class _Rollout:
                 self.for_workers.remove(call)
                 call.where, call.takes_s = "runs", self.takes_s(call)
                 call.until = self.now + call.takes_s
-                for prompt, length, own, delay_s, told_s in call.agents:
+                for index, (prompt, length, own, delay_s, told_s) in enumerate(call.agents):
                     self.agents_so_far += 1
                     name = call.request.root.id + self.agents_so_far * AGENT
                     agent = _Request(name, name, prompt, length, tools=own, parent=call.request)
                     agent.numbers = call.request.numbers.of_sub_agent()
+                    agent.path = (*call.request.path, call.request.calls_over + 1, index + 1)
                     self.agents.append(_Agent(agent, self.now + delay_s, told_s))
                 self.result.tool_wait_s[call.request.id] += self.now - call.asked_at
         return before != [(call.request, call.where) for call in self.at_tools]
@@ -985,18 +990,14 @@ class _Rollout:
         """How long it runs, failures included; with one, or at its time-out, a sandbox may be lost."""
         tools, r, seconds = self.tools, call.request, call.request.tools[0][2]
         once, tries = min(seconds, tools.timeout_s), 1
+        numbers = default_rng((0, *self.sample(r.root), r.root.attempts, *r.path, r.calls_over + 1))
         if tools.restarts >= 0 and not r.parent:
-            call.lost = (self.fails(r) if tools.failures else False) or seconds > tools.timeout_s
+            call.lost = numbers.random() < tools.failures or seconds > tools.timeout_s
             return once
         most = tools.retries if tools.restarts < 0 else tools.restarts
-        while tools.failures and tries <= most and self.fails(r):
+        while tries <= most and numbers.random() < tools.failures:
             tries += 1
         return once * tries
-
-    def fails(self, r: _Request) -> bool:
-        """By the next number of an attempt of its trajectory."""
-        key = 0, *self.sample(r.root), *([r.root.attempts] if r.root.attempts else [])
-        return self.numbers.setdefault(key, default_rng(key)).random() < self.tools.failures
 
     def sample(self, r: _Request) -> tuple[int, int]:
         return r.position, r.id

@@ -196,7 +196,7 @@ def test_a_lost_sandbox(on_failure: str, retries: int, restarts: int, finished: 
     rollout, environments = play(*[((1, 1, 10.0, agents),)] * 5, where=where)
     assert sum(request.finished + request.aborted for request in rollout.requests) == 5
     assert environments._sandboxes._free == 1
-    assert (environments._held, environments._calls, environments._draws) == (set(), {}, {})
+    assert (environments._held, environments._calls) == (set(), {})
 
 
 def test_sub_agents_in_steps_and_in_rollouts_for_all_steps(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from calibration.training import (  # noqa: E402
 from evidence.validate.coverage import shipped_calls  # noqa: E402
 from evidence.validate.serving import ServingRun, kernels_of, simulate  # noqa: E402
 from evidence.validate.steps import iterations  # noqa: E402
-from evidence.validate.steps_training import training_rows  # noqa: E402
+from evidence.validate.steps_training import training_rows, training_runs  # noqa: E402
 from rlsim.calibrate.fit.attention import DECODE, HEAD_DIM, PROMPTS, decode_rows, usual_groups  # noqa: E402
 from rlsim.calibrate.fit.collectives import fit_collective  # noqa: E402
 from rlsim.calibrate.fit.common import held_out, predict  # noqa: E402
@@ -183,6 +183,18 @@ def test_quoted_errors_of_runs_left_out(stacks: Fit) -> None:
     assert [timing.error for timing in row4[1:]] == pytest.approx([-0.59, -0.46], abs=0.005)
     h20 = [row.error for row in training_rows(EVIDENCE) if "/h20/" in row.case and "-moe" not in row.case]
     assert (min(h20), max(h20)) == (pytest.approx(-0.20, abs=0.01), pytest.approx(0.083, abs=0.005))
+
+
+def test_mean_responses_that_no_run_states_are_what_their_counter_implies() -> None:
+    runs = [run for run in training_runs() if run.update_actor_s and run.kind == "input"]
+    for model in ("qwen2.5-7b", "qwen3-30b-a3b"):
+        own = [run for run in runs if run.model == model and (run.backend == "megatron" or not run.mixture)]
+        own += [run for run in training_runs() if run.group == f"{model}/h100" and not run.fused_rope]
+        by_mfu = [1 / (run.mfu * load_cluster(run.cluster).gpus) for run in own]
+        slope, _ = np.polyfit(by_mfu, [run.update_actor_s for run in own], 1)  # a batch's FLOPs over one GPU's peak
+        assert slope == pytest.approx(own[0].counted_s / by_mfu[0], rel=0.01), model
+    (run,) = (run for run in training_runs() if run.prompts == 64)
+    assert run.counted_s == pytest.approx(run.update_actor_s, rel=0.01)
 
 
 @tables

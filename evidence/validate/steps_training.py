@@ -21,7 +21,7 @@ from rlsim.base.schema import Schema
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.calls import CallCosts
 from rlsim.cost.flops import Floats
-from rlsim.cost.strategy import EXPERT_IMBALANCE, TrainStrategy, attention_of, logits_of, loops_experts
+from rlsim.cost.strategy import EXPERT_IMBALANCE, TrainStrategy, attention_of, logits_of
 from rlsim.cost.train import TrainTime
 from rlsim.models.hardware import load_cluster
 from rlsim.models.layers import Experts
@@ -33,8 +33,9 @@ RESPONSES = 16
 #: Seconds in which veRL's single controller hands a call a token of its padded batch (`scripts/fit_calibrations.py
 #: training`).
 DRIVER_S = 0.109e-6
-#: Mean responses of runs that state none, as the counter implies: the slope of updates' seconds over 1 / (MFU × GPUs).
-IMPLIED = {"qwen2.5-7b": 1220.0, "qwen3-30b-a3b": 900.0, "qwen3-235b-a22b": 7000.0}
+#: Mean responses of runs that state none, as the counter implies: by the slope of their seconds over 1 / (MFU × GPUs)
+#: on H100, of 235B by its run of 64 prompts alone. A test works them out.
+IMPLIED = {"qwen2.5-7b": 1220.0, "qwen3-30b-a3b": 945.0, "qwen3-235b-a22b": 5370.0}
 
 
 class TrainingRun(Schema):
@@ -60,6 +61,7 @@ class TrainingRun(Schema):
     mini_batches: int
     cap: int
     mean_response: float | None = None
+    update_actor_s: float | None = None
     old_log_prob_s: float | None = None
     mfu: float
 
@@ -119,7 +121,7 @@ class TrainingRun(Schema):
         return TrainStrategy(
             **kinds, dp=load_cluster(self.cluster).gpus // share, offload=True, host_memory="pageable",
             sequence_parallel=self.tp > 1, zero_stage=3 if fsdp else 1, logits=logits_of(self.backend, not fsdp),
-            attention=attention_of(self.backend), looped_experts=loops_experts(self.backend),
+            attention=attention_of(self.backend), looped_experts=fsdp,
         )  # fmt: skip
 
     def simulated(self, expert_imbalance: float = EXPERT_IMBALANCE) -> tuple[TrainTime, TrainTime]:

@@ -31,11 +31,6 @@ def attention_of(backend: str) -> AttentionKernel:
     return "flash_attention_2" if backend == "fsdp" else "cudnn"
 
 
-def loops_experts(backend: str) -> bool:
-    """Whether a training backend runs a layer's experts one by one, as Hugging Face's modules, which FSDP wraps, do."""
-    return backend == "fsdp"
-
-
 _FROM_ONE = (
     *("dp", "tp", "pp", "cp", "ep", "micro_batch_tokens", "expert_tp", "micro_batches", "shard_gpus"),
     *("log_prob_micro_batch_tokens", "micro_batch_sequences", "log_prob_micro_batch_sequences", "expert_imbalance"),
@@ -210,11 +205,11 @@ class TrainStrategy:
 EXPERT_LAUNCH_S = 4.15e-3
 #: The host's seconds for the forward pass of one expert where a layer's experts run one by one; the backward pass takes
 #: twice that. Fitted to one update of veRL's Qwen3-30B-A3B under FSDP (an input of `rlsim validate steps`).
-LOOPED_EXPERT_S = 0.40e-3
+LOOPED_EXPERT_S = 0.42e-3
 #: `TrainStrategy.expert_imbalance` of a trainer whose router sends tokens where it will. Fitted to log-probs and
 #: updates of 14 runs of veRL with Qwen3-30B-A3B on H100 (`scripts/fit_calibrations.py training`), so that it holds all
 #: that experts take longer than in pre-training on H800 whose load was forced to be balanced, which comes out at 1.
-EXPERT_IMBALANCE = 1.72
+EXPERT_IMBALANCE = 1.69
 #: Bytes that a training framework moves for each FLOP of its linear layers, at the data sheet's bandwidth: kernels that
 #: are not fused, and gaps between kernels. Fitted to runs of veRL and NeMo-RL (`scripts/fit_calibrations.py training`).
 TRAFFIC = {"fsdp": 2.52e-3, "megatron": 1.51e-3}

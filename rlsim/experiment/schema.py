@@ -21,7 +21,6 @@ from rlsim.cost.strategy import (
     Recompute,
     attention_of,
     logits_of,
-    loops_experts,
 )
 from rlsim.cost.weight_sync import SyncMethod
 from rlsim.errors import shown, unknown_name
@@ -158,7 +157,7 @@ class TrainingSpec(Schema):
     packing: Packing = "balanced"
     logits: Logits | None = None
     attention: AttentionKernel | None = None
-    looped_experts: bool | None = None
+    looped_experts: bool = False
     fused_rope: bool = True
     driver_per_token: Seconds = Field(default=0.0, ge=0, le=1e-3)
     offload: bool = False
@@ -171,10 +170,9 @@ class TrainingSpec(Schema):
 
     @property
     def kinds(self) -> dict[str, Any]:
-        """ZeRO stage, attention kernel, logits and how experts run: as given, or the backend's own."""
+        """ZeRO stage, attention kernel and logits: as given, or the backend's own."""
         attention, logits = self.attention or attention_of(self.backend), self.logits or logits_of(self.backend)
-        looped = loops_experts(self.backend) if self.looped_experts is None else self.looped_experts
-        return {"zero_stage": self.stage, "attention": attention, "logits": logits, "looped_experts": looped}
+        return {"zero_stage": self.stage, "attention": attention, "logits": logits}
 
     @property
     def stage(self) -> int:

@@ -79,7 +79,6 @@ class Environments:
         self._sandboxes, self._workers = _Slots(config.sandboxes), _Slots(config.workers)
         self._held: set[Request] = set()  # trajectories that have a sandbox
         self._calls: dict[Request, str] = {}  # under way, and where: waits for a sandbox or a worker, starts, runs
-        self._draws: dict[Request, np.random.Generator] = {}  # of failures
         self.agents = itertools.count(1)  # of the run
         self._over, self._over_s = 0, 0.0  # calls that are over, and how long these took
 
@@ -150,11 +149,9 @@ class Environments:
         if config.timeout is not None:
             once = min(once, config.timeout)
         tries = 1
-        if config.failures:
-            key = self._seed, root.position, root.row if root.row >= 0 else root.id
-            if root not in self._draws:
-                self._draws[root] = np.random.default_rng((*key, root.restarts) if root.restarts else key)
-            draws = self._draws[root]
+        if config.failures:  # by numbers of this call, whichever is first
+            key = self._seed, root.position, root.row if root.row >= 0 else root.id, root.restarts
+            draws = np.random.default_rng((*key, *request.path, request.called + 1))
             if loses:
                 lost |= draws.random() < config.failures
             while not loses and tries <= config.retries and draws.random() < config.failures:
@@ -172,6 +169,5 @@ class Environments:
             if request in self._held:
                 self._held.remove(request)
                 held.append(self._sandboxes)
-            self._draws.pop(request, None)
         for slots in held:
             slots.give_back()

@@ -88,10 +88,12 @@ class Trajectories(Container[int]):
 
     def _begin_agents(self, request: Request) -> None:
         """Its tool call has begun, and with it the work of sub-agents."""
-        for prompt, response, calls, delay_s, told_s in request.tool_calls[request.called].agents:
+        for number, called in enumerate(request.tool_calls[request.called].agents, 1):
+            prompt, response, calls, delay_s, told_s = called
             id_ = request.root.id + next(self._environments.agents) * AGENT
             draws = request.acceptance and request.acceptance.of_sub_agent()
-            agent = Request(id_, id_, prompt, response, acceptance=draws, tool_calls=calls, parent=request)
+            path = (*request.path, request.called + 1, number)
+            agent = Request(id_, id_, prompt, response, acceptance=draws, tool_calls=calls, parent=request, path=path)
             self._agents.setdefault(request, {})[agent] = told_s
             at(self._env, self._env.now + delay_s, lambda _, a=agent: self._begin(a))  # type: ignore[misc]
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from rlsim.base.schema import Schema, validate
-from rlsim.cost.strategy import EXPERT_IMBALANCE, Recompute, TrainStrategy, attention_of, logits_of, loops_experts
+from rlsim.cost.strategy import EXPERT_IMBALANCE, Recompute, TrainStrategy, attention_of, logits_of
 from rlsim.errors import CalibrationError
 from rlsim.frameworks.mapping import Reading, own_limits
 from rlsim.frameworks.verl.log import VerlLog
@@ -240,7 +240,7 @@ def _strategies(
         "gradients": logged["gradients"],
         "attention": attention_of(backend),
         "logits": logits_of(backend, bool(find.logged("fused"))),
-        "looped_experts": loops_experts(backend),
+        "looped_experts": backend == "fsdp",
         "expert_imbalance": EXPERT_IMBALANCE,
     }
 
