@@ -705,7 +705,10 @@ class _Rollout:
         replica.waiting, replica.arrivals, replica.unpinned = waiting, [], []
 
         # 2. evict
+        if replica.idle_at < self.now and not one_moment(replica.idle_at, self.now):
+            replica.settled = []
         self.settle_cache(replica)
+        left = replica.settled
         replica.settled = []  # what is preempted counts as let go after what left on its own
         while self.pages(replica) > capacity:
             if replica.pinned:
@@ -822,6 +825,7 @@ class _Rollout:
             if replica.waiting:
                 raise RuntimeError(f"request {replica.waiting[0].id} does not fit the empty replica {replica.index}")
             replica.idle_at = min(replica.idle_at, self.now)
+            replica.settled = left  # what more is let go at this moment leaves with it
             return
         if replica.idle_at < self.now and not one_moment(replica.idle_at, self.now):
             replica.owed_s = 0.0

@@ -32,6 +32,7 @@ from workloads import (
 from rlsim.cost.bound import GenerationBound
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.step import Chunk
+from rlsim.cost.transfer import HostKv
 from rlsim.models.hardware import load_cluster
 from rlsim.models.model import load_model
 from rlsim.sim.actions import Migrate, Reconfigure, Release
@@ -298,6 +299,23 @@ def test_what_nobody_listens_to_is_the_same_to_the_bit(work: Workload) -> None:
     assert of(*quiet) == of(*told)
 
 
+@st.composite
+def in_turns(draw: st.DrawFn) -> Workload:
+    """A few trajectories that take turns together, in whole seconds, where KV is pinned and has hardly room."""
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    requests, gpus = [], rng.choice([(1,), (1, 1)])
+    for i in range(rng.randint(3, 5)):
+        prompt, first, seen, rest = rng.randint(1, 12), rng.randint(1, 6), rng.randint(0, 10), rng.randint(1, 12)
+        tools = ((first, seen, float(rng.randint(0, 12))),) if rng.random() < 0.6 else ()
+        requests.append(RefRequest(i, i, prompt, first + rest + (seen if tools else 0), tools=tools))
+    room = max(r.prompt_tokens + r.response_tokens for r in requests) + rng.randint(0, 14)
+    steps, hosts = {1: LinearStep(a=1.0, p=rng.choice([0, 0.25]))}, {1: HostKv(rng.choice([4, 100]), 0.0, 0.25)}
+    work = by_hand([(1, 1)], Nothing(), gpus, steps=steps, pages={1: room}, hosts=hosts)
+    engine = replace(work.engine, prefix_hits=rng.choice(["prefilled", "scheduled"]))
+    where = RefTools(together=True, least_context=True, keep_kv_s=math.inf)
+    return replace(work, requests=tuple(requests), cap_tokens=40, engine=engine, tools=where)
+
+
 BOTH = st.booleans()
 #: Random rollouts of each kind, and how many; the many are slow.
 KINDS = {
@@ -314,6 +332,7 @@ KINDS = {
     "and layers have windows": (drafted(windowed()), 34, 500),
     "and prompts are shared": (drafted(BOTH.flatmap(lambda yes: shared(yes, agents=True))), 54, 800),
     "agents find their KV again": (BOTH.flatmap(lambda offloaded: shared(offloaded, agents=True)), 54, 800),
+    "agents take turns": (in_turns(), 1200, 6000),
 }
 
 

@@ -46,7 +46,7 @@ def adapted(
     filter_by = reading.fact("filter_by") or ""
     filters = config.key(filter_by) if filter_by else ""
     parts.add_trace(draft, options, actor, said["cap"], filters, said.get("prompts"))
-    reading.facts |= {"has_experts": actor.num_experts > 0, "of_turns": "environment" in draft.entries}
+    reading.facts["of_turns"] = "environment" in draft.entries
     trace = draft.block("trace")
     trace.update(reading.entries("trace"))
     if "max_model_len" in config.names:

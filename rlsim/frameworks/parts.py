@@ -247,6 +247,7 @@ def add_memory(draft: Draft, share: Entry, folder: Path, *, apart: bool) -> None
 def add_mapped(reading: Reading, draft: Draft, actor: Model) -> None:
     """What the framework's table says of the workflow, training, the engine and the rest."""
     reading.facts |= {"predicts": actor.num_nextn_predict_layers > 0, "mxfp4": actor.of_experts == "mxfp4"}
+    reading.facts["has_experts"] = actor.num_experts > 0
     for section in ("workflow", "training", "engine"):
         draft.block(section).update(reading.entries(section))
     speculation = reading.entries("engine.speculation")

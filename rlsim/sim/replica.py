@@ -306,6 +306,7 @@ class Replica:
                 yield self._sleep
                 if env.now > idle_at:
                     self._owed_s = 0.0
+                    scheduler.next_boundary()
 
     def _to_the_end(self) -> Generator[simpy.Event, Any, None]:
         """Decode until every response is complete: nothing comes in between."""

@@ -100,15 +100,19 @@ class Scheduler:
         batch = self._batch
         if batch.pages + self._prefill_pages > batch.room_pages:
             self._preempt(now)
-        if batch.cache:  # which may have begun just now
-            batch.cache.boundary += 1
+        if batch.size or self.size:  # else what more is let go at this moment leaves with what has just left
+            self.next_boundary()
         self.trim()  # what runs has its pages, also of pins that gave way, before who waits looks for some
         if not (self.waiting or self.prefilling):
             return []
         chunks = self._admit(now)
-        if batch.cache:
-            batch.cache.boundary += 1  # pins that gave way were let go before what leaves next
+        self.next_boundary()  # pins that gave way were let go before what leaves next
         return chunks
+
+    def next_boundary(self) -> None:
+        """What is let go from now on leaves after what was let go before."""
+        if self._batch.cache:
+            self._batch.cache.boundary += 1
 
     def pin(self, request: Request) -> None:
         """A trajectory that has just left for a tool call keeps the full pages of its context."""
