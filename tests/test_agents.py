@@ -234,6 +234,8 @@ def test_who_loses_its_sandbox_is_replaced_where_more_may_be_launched(trajectori
     assert min(lost["verl"], lost["more"]) > 0
     assert trained["verl"] < batch
     assert trained["more"] == trained["skyrl_async"] == batch
+    of_steps = result.steps[result.steps["system"] == "verl"]
+    assert not of_steps["outstanding_tokens"].any(), "prompts that lost all their sandboxes are not to come"
 
 
 def test_turns_together_wait_for_the_slowest() -> None:

@@ -133,6 +133,8 @@ def test_narrow_models_move_more_for_their_flops() -> None:
         more = (moved / flops / 2.16e-4 - 1) * TRAFFIC[framework] * h100.reference.flops_per_byte
         assert share("qwen3-0.6b", framework) == pytest.approx(1 / (1 / fitted + more), rel=2e-3)
         for wide in ("qwen2.5-7b", "llama-3.1-8b", "qwen3-32b", "llama-3.1-70b"):
-            assert share(wide, framework) == fitted, "MPT of 70B reaches no more of an H100 than that of 7B does"
-    assert share("qwen3-0.6b", "megatron", fused_rope=False) == share("qwen3-0.6b", "fsdp")
+            assert share(wide, framework) == pytest.approx(fitted, rel=1e-12), (
+                "MPT of 70B reaches no more of an H100 than that of 7B does"
+            )
+    assert share("qwen3-0.6b", "megatron", fused_rope=False) == pytest.approx(share("qwen3-0.6b", "fsdp"), rel=1e-3)
     assert share("qwen3-0.6b", "fsdp", 0.3) == 0.3

@@ -339,7 +339,7 @@ def test_verl_cuts_experts_by_tp_unless_told_otherwise(tmp_path: Path) -> None:
 def test_verl_says_whether_rotary_embeddings_are_fused(tmp_path: Path) -> None:
     key = "actor_rollout_ref.actor.megatron.override_transformer_config.apply_rope_fusion"
     given = ["actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.megatron.optimizer_offload=True"]
-    for more, fused in (([], None), ([f"+{key}=True"], None), ([f"+{key}=False"], False)):
+    for more, fused in (([], False), ([f"+{key}=True"], None), ([f"+{key}=False"], False)):
         training = draft_of(tmp_path, *given, *more, model="qwen3-30b-a3b").data()["training"]
         assert (training.get("fused_rope"), training["host_memory"]) == (fused, "pageable")
 

@@ -492,7 +492,7 @@ def environments(draw: st.DrawFn) -> RefTools:
     together = draw(st.booleans())
     keep_kv_s = draw(st.sampled_from([0.0, 0.0, math.inf, rng.uniform(1e-3, 3.0)]))
     lost = draw(st.sampled_from([(math.inf, -1)] * 3 + [(0.05, -1), (0.5, 0), (0.5, 1), (2.0, 2)]))
-    fails = draw(st.sampled_from([(0.0, 0), (0.0, 0), (0.2, 0), (0.5, 2)]))
+    fails = draw(st.sampled_from([(0.0, 0), (0.0, 0), (0.2, 1), (0.5, 2)]))
     slot = 0 if together else draw(slots)
     return RefTools(slot, start_s, draw(slots), together, draw(st.booleans()), keep_kv_s, *lost, *fails)
 

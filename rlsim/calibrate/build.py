@@ -249,7 +249,8 @@ def training_of(gemm: pd.DataFrame, ref: Reference, base: Calibration | None) ->
         f"{traffic_of(FRAMEWORK) * 1e3:g} bytes are moved for every thousand of their FLOPs; the others: "
         f"{said or 'the same way'}"
     )
-    return TrainingFit(flop_efficiency={**others, FRAMEWORK: made["fsdp"]}, source=source)
+    found = {"flop_efficiency": {**others, FRAMEWORK: made["fsdp"]}, "source": source}
+    return base.training.model_copy(update=found) if base else TrainingFit(**found)
 
 
 def copy_notes(measured: Measurements, ref: Reference) -> tuple[str, ...]:

@@ -13,11 +13,10 @@ from scipy.optimize import least_squares
 
 from rlsim.calibrate.fit.common import Array, percent
 from rlsim.cost.calibration import Calibration, HostFit
-from rlsim.cost.collectives import Collectives
+from rlsim.cost.calls import CallCosts
 from rlsim.cost.flops import forward_flops
 from rlsim.cost.memory import kept_bytes
 from rlsim.cost.rollout import RolloutCostModel
-from rlsim.cost.strategy import TrainEfficiency, unfused_of
 from rlsim.cost.train import TrainCost
 from rlsim.errors import CalibrationError
 from rlsim.frameworks.verl.lengths import Batch
@@ -74,11 +73,11 @@ class Run:
         return np.array([cost.train_s(batch.total_tokens, mini, epochs).total_s for batch in batches or self.batches])
 
     def _train_cost(self, efficiency: float, inference: bool) -> TrainCost:
-        collectives = Collectives(self.base.collectives, self.base.reference, self.cluster)
-        strategy = self.settings.inference if inference else self.settings.train
-        unfused = unfused_of(self.model, self.settings.backend, self.base.reference.flops_per_byte)
-        shares = TrainEfficiency(flop=efficiency, unfused=unfused)
-        return TrainCost(self.model, self.cluster, collectives, strategy, shares)
+        shares = {**self.base.training.flop_efficiency, self.settings.backend: efficiency}
+        fitted = self.base.training.model_copy(update={"flop_efficiency": shares, "forward_efficiency": {}})
+        base = self.base.model_copy(update={"training": fitted})
+        calls = CallCosts({"actor": self.model}, self.cluster, base, self.settings.backend)
+        return calls.of("actor", self.settings.inference if inference else self.settings.train)
 
 
 # Training ------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,15 @@ from rlsim.cost.layout import PLAIN, ReplicaLayout
 from rlsim.cost.operators import Operators
 from rlsim.cost.reallocation import DataTransfer, Reallocation, Side
 from rlsim.cost.step import Lookups
-from rlsim.cost.strategy import EXPERT_LAUNCH_S, LOOPED_EXPERT_S, TrainEfficiency, TrainStrategy, unfused_of
+from rlsim.cost.strategy import (
+    EXPERT_LAUNCH_S,
+    LOOPED_EXPERT_S,
+    TrainEfficiency,
+    TrainStrategy,
+    efficiency_of,
+    traffic_of,
+    unfused_of,
+)
 from rlsim.cost.train import TrainCost
 from rlsim.cost.weight_sync import SyncMethod, WeightSync
 from rlsim.errors import ConfigError
@@ -80,13 +88,13 @@ class CallCosts:
         return self._made(self._shapes[role], strategy, first_gpu % self.cluster.domain_gpus)
 
     def _of(self, role: str, strategy: TrainStrategy, first_gpu: int) -> TrainCost:
-        model, framework = self.models[role], self._backend
-        if framework == "megatron" and not strategy.fused_rope and "fsdp" in self._training.flop_efficiency:
-            framework = "fsdp"  # whose modules fuse as little
-        known = self._training.flop_efficiency[framework]
+        model, backend = self.models[role], self._backend
+        framework = backend if strategy.fused_rope or backend != "megatron" else "fsdp"  # whose modules fuse as little
+        more = (traffic_of(framework) - traffic_of(backend)) * self._reference.flops_per_byte
+        known = efficiency_of(self._training.flop_efficiency[backend], more, 1.0)
         flop = (self._given or known) / self._slower
-        forward = None if self._given else self._training.forward_efficiency.get(framework)
-        forward = forward / self._slower if forward else None
+        forward = None if self._given else self._training.forward_efficiency.get(backend)
+        forward = efficiency_of(forward, more, 1.0) / self._slower if forward else None
         if self._draw.number:
             forward = min((forward or flop) / self._draw.call("inference"), 1.0)
             flop = min(flop / self._draw.call("train"), 1.0)

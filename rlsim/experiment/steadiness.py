@@ -71,15 +71,16 @@ class Flow(NamedTuple):
         trained, goes_on = at_last(column("trained")) > 0, at_last(paused) > 0
         drops, stale, back = np.array([(one.dropped, one.stale, one.put_back) for one in launches]).T
         complete = (at_last(column("finished")) >= sampler.responses) | (back[last] == 0)
-        dropped = ~trained & ~goes_on & (drops[last] > 0) & complete
+        lost = at_last(column("aborted")) == at_last(step >= 0)  # all of its sandboxes, say
+        dropped = ~trained & ~goes_on & ((drops[last] > 0) & complete | lost & (back[last] == 0))
         left = np.where(trained | dropped, last, steps)
         entered, gone = (np.bincount(at, tokens, steps + 1)[:steps] for at in (first, left))
-        lost = np.bincount(last[dropped], tokens[dropped], steps) * stale / np.maximum(drops, 1)
+        too_old = np.bincount(last[dropped], tokens[dropped], steps) * stale / np.maximum(drops, 1)
         ended = (begun == 0) & ~paused
         of_first = np.bincount(step[ended], whole[ended], steps).cumsum()
         never = tokens[(first == 0) & (left == steps) & goes_on].sum()
         fill = int(np.searchsorted(of_first, FILLED * (of_first[-1] + never)))
-        return cls((entered - gone).cumsum(), lost, fill)
+        return cls((entered - gone).cumsum(), too_old, fill)
 
 
 class Window(NamedTuple):

@@ -224,7 +224,7 @@ def tool_notes(steps: pd.DataFrame) -> Iterator[str]:
         f"{system} {row.tool_s_mean:,.0f} s in them, {row.tool_wait_s_mean:,.0f} s waiting for a sandbox or worker"
         for system, row in zip(own.index, own.itertuples(), strict=True)
     ]
-    yield f"tool calls of a response: {'; '.join(each)}"
+    yield f"tool calls of a response trained on: {'; '.join(each)}"
     turns = {str(system): _counted(one) for system, one in steps.groupby("system", sort=False)["turn_staleness_counts"]}
     shares = [
         f"{system} {', '.join(f'{updates}: {count / counts.total():.0%}' for updates, count in sorted(counts.items()))}"

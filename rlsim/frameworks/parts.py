@@ -28,6 +28,7 @@ from rlsim.frameworks.names import (
 )
 from rlsim.frameworks.settings import INTEGER, TEXT, Settings
 from rlsim.models.hardware import Cluster, Gpu, load_cluster
+from rlsim.models.layers import LatentAttention
 from rlsim.models.model import Model, load_model
 from rlsim.models.names import UNSEEN
 from rlsim.sim.request import EngineConfig
@@ -247,7 +248,8 @@ def add_memory(draft: Draft, share: Entry, folder: Path, *, apart: bool) -> None
 def add_mapped(reading: Reading, draft: Draft, actor: Model) -> None:
     """What the framework's table says of the workflow, training, the engine and the rest."""
     reading.facts |= {"predicts": actor.num_nextn_predict_layers > 0, "mxfp4": actor.of_experts == "mxfp4"}
-    reading.facts["has_experts"] = actor.num_experts > 0
+    latent = any(isinstance(layer.attention, LatentAttention) for layer in actor.groups)
+    reading.facts |= {"has_experts": actor.num_experts > 0, "latent": latent}
     for section in ("workflow", "training", "engine"):
         draft.block(section).update(reading.entries(section))
     speculation = reading.entries("engine.speculation")

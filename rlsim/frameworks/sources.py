@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsim.base.reading import SyntaxConfigError, exists, is_folder, parse_yaml, read_text, read_yaml
-from rlsim.errors import ConfigError
+from rlsim.errors import ConfigError, nearest
 from rlsim.frameworks.mapping import default_values, names, newest
 from rlsim.frameworks.settings import Settings, Unknown
 from rlsim.frameworks.shell import Override, Takes, read_script
@@ -71,10 +71,11 @@ def take_sources(
 ) -> None:
     """Takes files as `read` does, which has the variables of scripts, then overrides, which win, later ones last.
 
-    Raises `ConfigError` for what is none of these, and for a folder that is not one of a run.
+    Raises `ConfigError` for what is none of these, for variables that no script uses, and for a folder that is not one
+    of a run.
     """
     files, overrides = list[Path](), list[Override]()
-    variables = {"HOME": str(Path.home()), "PWD": str(Path.cwd())}
+    variables, own = {"HOME": str(Path.home()), "PWD": str(Path.cwd())}, dict[str, str]()
     for text in sources:
         path = Path(text)
         if is_folder(path):
@@ -87,12 +88,17 @@ def take_sources(
         elif override := given(text):
             overrides.append(override)
         elif of_scripts and (found := _VARIABLE.fullmatch(text)):
-            variables[found[1]] = found[2]
+            own[found[1]] = found[2]
         else:
             raise ConfigError(f"{config.option} {text}: no such file, nor a setting of {config.program}")
     config.file = next((path.name for path in files), config.file)
     for path in files:
-        read(path, variables)
+        read(path, variables | own)
+    text = " ".join(read_text(path) for path in files) if own else ""
+    for name in own:
+        if text and not re.search(rf"\b({name}|source)\b", text):  # what a script sources is not read
+            hint = nearest(name, re.findall(r"\$\{?([A-Za-z_]\w*)", text))
+            raise ConfigError(f"{config.option} {name}={own[name]}: {config.file} uses no such variable; {hint}")
     for override in overrides:
         put_override(config, override, "as given", replaces=not of_scripts)
 

@@ -218,7 +218,8 @@ def _strategies(
     given: TrainingArguments, backend: str, cluster: Cluster, find: _Finder
 ) -> tuple[TrainStrategy, TrainStrategy]:
     """The strategy of training and that of log-prob passes, which may have other micro-batches."""
-    logged = Reading("verl", find.config, megatron=backend == "megatron").known("run")
+    megatron, own = backend == "megatron", attention_of(backend)
+    logged = Reading("verl", find.config, megatron=megatron).known("run")
     names = ("tp", "pp", "cp", "ep", "expert_tp", "recompute", "lora_rank")
     values = {name: find.prefer(f"train.{name}", getattr(given, name), logged.get(name)) for name in names}
     tp, pp, cp, ep = (values[name] or 1 for name in names[:4])
@@ -232,15 +233,17 @@ def _strategies(
         "tp": tp,
         "pp": pp,
         "cp": cp,
-        "zero_stage": given.zero_stage if given.zero_stage is not None else (3 if backend == "fsdp" else 1),
+        "zero_stage": given.zero_stage if given.zero_stage is not None else (1 if megatron else 3),
         "recompute": values["recompute"] or "full",
         "lora_rank": values["lora_rank"],
         "offload": _offload(given, find),
         "sequence_parallel": tp > 1,
         "gradients": logged["gradients"],
-        "attention": attention_of(backend),
+        "attention": "flash_attention_3" if not megatron and find.logged("attention") == "flash_attention_3" else own,
+        "fused_rope": not megatron or bool(find.logged("rope_fusion")),
+        "host_memory": "pageable",
         "logits": logits_of(backend, bool(find.logged("fused"))),
-        "looped_experts": backend == "fsdp",
+        "looped_experts": not megatron,
         "expert_imbalance": EXPERT_IMBALANCE,
     }
 
