@@ -235,6 +235,8 @@ def test_a_change_is_shown_with_what_it_is_kept_for() -> None:
         "a": pytest.approx((0.8 * 1.1) ** -0.5),
         "c": pytest.approx(math.nan, nan_ok=True),
     }
+    (only,) = answer._worths({"a": 1}, axes, {}, Trial({}), measure, runs[:1])
+    assert only.alone == only.within == pytest.approx(1 / 0.8), "of one change both are the same comparison"
 
 
 @pytest.mark.ci

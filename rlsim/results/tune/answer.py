@@ -362,6 +362,8 @@ def _worths(
         single = first.get(_key(own))
         (within,) = _times(best, [_without(best, [group])], measure, runs)
         gained = single.rate / base.rate if single is not None and single.rate and base.rate else None
+        if len(own) == len(best) and within < math.inf:
+            gained = within  # the set itself: one comparison has one number
         found += [Change(key, value, gained, within if within < math.inf else math.nan) for key, value in own.items()]
     return sorted(found, key=lambda change: -(change.within if change.within == change.within else np.inf))
 
