@@ -96,9 +96,8 @@ class Request:
     called: int = 0  # of these, those that are over
     observed_tokens: int = 0  # of its tokens so far, those that no model generated
     parent: Request | None = None  # of a sub-agent: the trajectory that waits for it
-    path: tuple[
-        int, ...
-    ] = ()  # to a sub-agent: the number of its call, and its own in that, from 1; of all above it first
+    #: To a sub-agent: the number of the call that began it, and its own in that, from 1; those of its callers first.
+    path: tuple[int, ...] = ()
     restarts: int = 0  # times that it began again, as its sandbox was lost
     kv_id: int = field(init=False)  # names its KV cache behind the prompt's: of each attempt another
     budget_tokens: int = field(init=False)  # with so many tokens it is complete, or pauses
