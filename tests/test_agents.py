@@ -306,7 +306,8 @@ def test_the_page_says_where_the_time_of_trajectories_goes(trajectories: str, tm
     assert 0 < times.loc["verl", "found"] < 1
     rlsim.write_report(result, tmp_path / "page.html")
     assert "Where the time of trajectories goes" in (tmp_path / "page.html").read_text()
-    plain = rlsim.run({**AGENTS, "trace": {"path": "rollpacker-code", "cap": "1K"}, "systems": ["verl"]})
+    plain = rlsim.run({**AGENTS, **more, "trace": {"path": "rollpacker-code", "cap": "1K"}, "systems": ["verl"]})
+    assert "environment has no effect: no response of the trace has turns" in plain.notes
     rlsim.write_report(plain, tmp_path / "plain.html")
     assert "Where the time of trajectories goes" not in (tmp_path / "plain.html").read_text()
 

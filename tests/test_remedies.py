@@ -97,6 +97,14 @@ def test_no_way_out_is_what_the_framework_does_not_start_with() -> None:
         assert any("training.micro_batch_tokens" in way for way in ways)
 
 
+def test_more_nodes_are_no_way_out_where_nothing_is_known_to_join_them() -> None:
+    for cluster, joined in (("8xa40", True), ("8xl40s", False)):
+        gpu = {"cluster": cluster, "calibration": f"{cluster[2:]}-vllm"}
+        message = message_of({**SYSTEM, **gpu, "model": "qwen2.5-32b"})
+        assert " GB > " in message
+        assert ("nodes" in message) == joined
+
+
 def source(cap: str, training: dict[str, Any], **workflow: int) -> dict[str, Any]:
     """Responses of 100 tokens under a cap far above."""
     return {

@@ -27,7 +27,7 @@ from rlsim.experiment.load import with_settings
 from rlsim.experiment.placed import PlacedExperiment, SearchAheadError
 from rlsim.experiment.schema import TrainingSpec
 from rlsim.experiment.systems import System, SystemSpec, parse_systems
-from rlsim.models.hardware import Cluster
+from rlsim.models.hardware import Cluster, node_types
 from rlsim.models.layers import FullAttention
 from rlsim.models.model import Model
 from rlsim.sim.continuous import Continuous
@@ -248,7 +248,10 @@ def _settings(loaded: LoadedExperiment) -> dict[str, list[Any]]:
     megatron, engine, judge = training.backend == "megatron", experiment.engine, experiment.workflow.reward.judge
     stage, kinds = 3 if training.backend == "fsdp" else 1, ["none", "selective", "full"]
     places, stages = ["resident", "offloaded", "apart"], _doubled(training.pp, 8 * training.pp) if megatron else []
-    one_kind = isinstance(cluster, Cluster)  # of several it is not said which to add
+    # Of several kinds it is not said which to add, and of the nodes of some GPUs not what would join them.
+    joined = isinstance(cluster, Cluster) and (
+        cluster.inter or any(node.inter for node in node_types().values() if node.gpu == cluster.gpu)
+    )
     return {
         "training.cp": _doubled(training.cp, cluster.domain_gpus),
         "training.tp": _doubled(training.tp, cluster.domain_gpus) if megatron or training.tp > 1 else [],
@@ -262,7 +265,7 @@ def _settings(loaded: LoadedExperiment) -> dict[str, list[Any]]:
         "memory_utilization": [share for share in (0.8, 0.85, 0.9, 0.95) if share > experiment.memory_utilization],
         "engine.max_num_seqs": _halved(engine.max_num_seqs, 64),
         "engine.max_num_batched_tokens": _halved(engine.max_num_batched_tokens, 2048),
-        "nodes": [2 * cluster.nodes, 4 * cluster.nodes] if one_kind else [],
+        "nodes": [2 * cluster.nodes, 4 * cluster.nodes] if joined else [],
     }
 
 
