@@ -52,6 +52,17 @@ READERS = {
 }
 
 
+def test_who_changes_what_was_read_changes_it_for_nobody_else(tmp_path: Path) -> None:
+    file = tmp_path / "list.yaml"
+    file.write_text("seeds: [1, {a: 2}]\n")
+    first = read_yaml(file)
+    first["seeds"][1]["a"] = 3
+    assert (again := read_yaml(file)) == {"seeds": [1, {"a": 2}]}
+    assert again.lc.key("seeds") == (0, 0)
+    file.write_text("seeds: [4]\n")
+    assert read_yaml(file) == {"seeds": [4]}
+
+
 @pytest.mark.parametrize("kind", READERS)
 def test_every_reader_has_the_limits(kind: str, tmp_path: Path) -> None:
     """All of them read by `read_yaml`: each gets its share of the texts."""

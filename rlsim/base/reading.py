@@ -11,7 +11,8 @@ import json
 import os
 import stat
 from collections.abc import Mapping
-from functools import cache
+from copy import deepcopy
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def read_yaml(path: Path) -> Any:
 
     Raises `ConfigError` if the file is missing, unreadable, empty, not YAML, or beyond the limits of this module.
     """
-    data = _parsed(read_text(path), f"{path}:")
+    data = deepcopy(_parsed(read_text(path), f"{path}:"))
     if data is None:
         raise ConfigError(f"{path}: the file is empty")
     return data
@@ -117,8 +118,9 @@ def records(name: str) -> list[dict[str, str]]:
     return [dict(zip(head, row, strict=True)) for row in rows]
 
 
+@lru_cache(maxsize=4096)
 def _parsed(text: str, where: str) -> Any:
-    """YAML as ruamel.yaml gives it, checked.
+    """YAML as ruamel.yaml gives it, checked; for all who read the same text, as `tune` does at each of its trials.
 
     `where` begins messages and ends so that `LINE:COLUMN` can follow it (`x.yaml:`, `--set a: line `); where neither is
     known it stands without that ending.
