@@ -193,6 +193,7 @@ def test_a_lost_sandbox(on_failure: str, retries: int, restarts: int, finished: 
     if finished:  # its prompt is in the cache: a prefill of its last token alone
         assert request.finished_at == 2.0 + 14.0 + restarts * (1.125 + 14.0) + 1.25 + 3.0
         assert (request.generated, request.tool_s, request.tool_wait_s) == (6, 30.0, 12.0)
+        assert (request.lost_tokens, request.lost_new, request.lost_observed) == (2, 2, 0)
     rollout, environments = play(*[((1, 1, 10.0, agents),)] * 5, where=where)
     assert sum(request.finished + request.aborted for request in rollout.requests) == 5
     assert environments._sandboxes._free == 1
@@ -218,6 +219,18 @@ def test_sub_agents_in_steps_and_in_rollouts_for_all_steps(tmp_path: Path) -> No
         assert trajectory_times(result, "").loc[system, "held up otherwise"] == pytest.approx(0.0, abs=1e-9)
     rlsim.write_report(result, tmp_path / "page.html")
     rlsim.write_timeline(result, tmp_path / "timeline.json")
+
+
+def test_what_is_generated_before_a_sandbox_is_lost_is_wasted(trajectories: str) -> None:
+    restarts = {"failures": 0.05, "on_failure": "restart", "retries": 3}
+    more = {"trace": {"path": trajectories, "cap": "8K"}, "environment": restarts}
+    result = rlsim.run({**AGENTS, **more, "systems": ["verl", {"partial_rollout": {}}]})
+    stays = result.stays.assign(new=result.stays["end_tokens"] - result.stays["start_tokens"])
+    steps = result.steps.groupby("system").sum(numeric_only=True)
+    assert stays.groupby("system")["new"].sum().to_dict() == steps["response_tokens"].to_dict()
+    assert (steps["wasted_tokens"] > 0).all()
+    kept = steps["trained_response_tokens"] + steps["wasted_tokens"] + steps["paused_tokens"] - steps["resumed_tokens"]
+    assert (kept == steps["response_tokens"] + steps["observed_tokens"]).all()
 
 
 def test_who_loses_its_sandbox_is_replaced_where_more_may_be_launched(trajectories: str) -> None:

@@ -440,7 +440,7 @@ def test_megatron_shards_no_more_than_the_optimizer_over_a_pipeline() -> None:
             if not fits(plan.of("train").strategy.pp):
                 raise CapacityError("too large")
 
-        style, cluster = TrainStrategy(zero_stage=zero_stage), SimpleNamespace(gpus_per_node=2)
+        style, cluster = TrainStrategy(zero_stage=zero_stage, sequence_parallel=True), SimpleNamespace(gpus_per_node=2)
         return Megatron().plan(known(4, grpo(), style=style, cluster=cluster, check=check)).of("train").strategy
 
     flat = layout(lambda pp: True, 3)
@@ -515,7 +515,7 @@ def test_a_plan_spelled_out_fills_its_gpus() -> None:
         "values": CallPlan(gpus="0-3", tp=2), "train": CallPlan(gpus="0-3", tp=2, pp=2),
         "train_critic": CallPlan(gpus="0-3", pp=2, zero_stage=0),
     }  # fmt: skip
-    given = known(4, style=TrainStrategy(zero_stage=3))
+    given = known(4, style=TrainStrategy(zero_stage=3, sequence_parallel=True))
     plan = ExplicitPlan(calls=calls).plan(given)
     found = {name: (plan.of(name).gpus, plan.of(name).strategy) for name in calls}
     shapes = {

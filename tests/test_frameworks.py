@@ -113,7 +113,7 @@ def test_trainers_of_v1(tmp_path: Path) -> None:
     assert any("adaptive_switch_threshold" in item for item in lent.missing)
     assert check(lent, tmp_path) == ""
     draft = verl(tmp_path, "trainer.v1.trainer_mode=colocate_async", text=TOGETHER)
-    assert system(draft) == [{"colocated_async": {"tp": 1, "active": 2}}]
+    assert system(draft) == [{"colocated_async": {"tp": 1, "active": 2}}, "async_reward"]
     assert check(draft, tmp_path) == ""
     text = without(FULLY, "rollout.", "actor_rollout_ref.hybrid_engine", "async_training.")
     with pytest.raises(ConfigError, match=r"async_training.require_batches, but no GPUs of generation"):
@@ -577,7 +577,10 @@ def test_every_row_of_a_mapping_names_settings_facts_and_keys_that_there_are(of:
         assert asked <= settings | facts | FUNCTIONS.keys(), row
         section, _, key = row.get("ours", "").rpartition(".")
         if section in blocks:
-            assert key in blocks[section].model_fields or (section, key) == ("run", "gradients"), row
+            assert key in blocks[section].model_fields or (section, key) in (
+                ("run", "gradients"),
+                ("run", "weights"),
+            ), row
         elif section == "draft":
             assert key in ("gpus", "per_node", "tp", "engine", "use", "cap", "prompts", "memory"), row
         elif section:

@@ -1,5 +1,6 @@
 """Whatever a policy's hooks raise or return amiss ends in one message: the system, the hook, the file and its line."""
 
+import math
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from conftest import LENGTHS, TINY, Command, Failing, cases, edited, tables
 
 import rlsim
 from rlsim.base.hooks import hooks, overridden
+from rlsim.base.schema import Schema
 from rlsim.errors import PolicyError
 from rlsim.experiment.testing import ContractError, check_policy
 from rlsim.policies.parts import KINDS, ChunkStreaming
@@ -63,6 +65,22 @@ def test_methods_of_the_authors_own_may_have_other_names() -> None:
     assert overridden(Fine) == []
     with pytest.raises(PolicyError, match=r"Bad.on_the_whole: .* is no hook: .*on_finish, on_scored, on_timer"):
         type("Bad", (RolloutControl,), {"on_the_whole": lambda self: None, "__module__": __name__})
+
+
+def test_what_is_named_as_a_hook_and_is_none_is_refused() -> None:
+    def made(*bases: type, **members: Any) -> type:
+        return type("Mine", bases, {"__module__": __name__, **members})
+
+    for value in (-1.0, 0, math.nan, "5s"):
+        with pytest.raises(PolicyError, match=r"Mine\.every_s: is .*, expected a number of seconds above 0, or None"):
+            made(RolloutControl, every_s=value)
+    with pytest.raises(PolicyError, match=r"Mine\.length_error: is '0\.1', expected a number, 0 or more"):
+        made(RolloutControl, length_error="0.1")
+    with pytest.raises(PolicyError, match=r"Mine\.on_timer: is None, expected"):
+        made(RolloutControl, on_timer=None)
+    assert made(RolloutControl, every_s=0.5)().every_s == 0.5
+    with pytest.raises(PolicyError, match=r"Mine\.every_s: is a hook, and can be no parameter"):
+        made(Schema, RolloutControl, __annotations__={"every_s": "float"}, every_s=30.0)
 
 
 @cases("hooks", "more nonsense")

@@ -177,6 +177,26 @@ def test_settings_of_verl(
     assert not unfit or (said is not None and said in unfit)
 
 
+def test_rewards_come_by_the_sample_since_verl_has_a_reward_loop(tmp_path: Path) -> None:
+    def parts(*settings: str, **options: Any) -> list[list[Any]]:
+        return [system["use"][1:] for system in draft_of(tmp_path, *settings, **options).data()["systems"]]
+
+    assert parts() == [["async_reward"]] * 3
+    assert parts(version="0.6") == [[]] * 3
+    assert parts("reward_model.enable=True", reward_model="llama-3.1-8b") == [[]] * 3
+    assert parts("trainer.v1.trainer_mode=colocate_async") == [["async_reward"]] * 2
+
+
+def test_the_file_that_a_script_names_is_read_where_it_lies_beside(tmp_path: Path) -> None:
+    text = SCRIPT.replace("main_ppo", "main_ppo --config-name=own")
+    assert "the file of --config-name own is not read" in "\n".join(draft_of(tmp_path, text=text).notes)
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "own.yaml").write_text("defaults: [ppo_trainer]\ntrainer: {test_freq: 5}\ndata: {seed: 1}\n")
+    draft = draft_of(tmp_path, text=text)
+    assert not any("is not read: give" in note for note in draft.notes)
+    assert any("trainer.test_freq (own.yaml:2)" in item for item in draft.missing)
+
+
 @cases("init", "what verl's engines and releases leave out")
 def test_what_bears_on_time_or_memory_is_noted(
     tmp_path: Path, settings: list[str], release: str, said: str | None
@@ -248,7 +268,7 @@ def test_hydra_configuration(tmp_path: Path) -> None:
     assert data["name"] == "mine-x"
     assert data["training"]["mini_batches"] == 1
     assert data["training"]["micro_batch_tokens"] == 4096
-    assert data["systems"][0]["use"] == [{"verl": {"tp": 2}}]  # ??? has no value: the default
+    assert data["systems"][0]["use"] == [{"verl": {"tp": 2}}, "async_reward"]  # ??? has no value: the default
     assert "data.train_batch_size (config.yaml:1)" in draft.text()
     assert check(draft, tmp_path) == ""
     overrides = folder / "overrides.yaml"

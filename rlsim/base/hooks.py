@@ -55,9 +55,26 @@ class Hooked:
         for name, kind in hooks(cls).items():
             found = inspect.getattr_static(cls, name)
             function = _function(found)
+            if name in vars(cls) | vars(cls).get("__annotations__", {}):
+                _refuse_value(cls, name, kind, found)
             if inspect.isfunction(function) and not is_ours(function.__module__) and not hasattr(function, "hook"):
                 guarded: Any = _guarded(function, name, kind)
                 setattr(cls, name, property(guarded) if isinstance(found, property) else guarded)
+
+
+def _refuse_value(cls: type, name: str, kind: Hook, found: Any) -> None:
+    """Raises `PolicyError` for a parameter named as a hook, which nothing would ever ask for, and for a plain attribute
+    in the place of a property that has no value of its kind.
+    """
+    annotation = str(vars(cls).get("__annotations__", {}).get(name, "ClassVar"))
+    if hasattr(cls, "model_config") and "ClassVar" not in annotation:
+        what = "is a hook, and can be no parameter: name the parameter otherwise, and return it from a property"
+        raise PolicyError(f"{cls.__name__}.{name}: {what} {name}")
+    if inspect.isfunction(_function(found)) or isinstance(found, classmethod | staticmethod):
+        return
+    base = next(vars(one)[name] for one in cls.__mro__[1:] if name in vars(one))
+    if not isinstance(base, property) or not kind.fits(found):
+        raise PolicyError(f"{cls.__name__}.{name}: is {shown(found, 200)}, expected {kind.expected or 'a method'}")
 
 
 def hooks(kind: type) -> dict[str, Hook]:

@@ -138,7 +138,8 @@ def _print_description(description: dict[str, Any]) -> None:
     rows = written("lengths", shown)
     rows |= {name: [number(part["quantiles"][name], 0) for part in shown] for name in first["quantiles"]}
     cap = first["cap_tokens"]
-    at_cap = f"share at the cap of {cap:,}" if cap else "share marked as cut"
+    marked = not cap or (first["share_at_cap"] and first["max_tokens"] < cap)
+    at_cap = "share marked as cut" if marked else f"share at the cap of {cap:,}"
     rows |= written("longest", shown) | {at_cap: [share(part["share_at_cap"], 2) for part in shown]}
     rows |= {
         f"share above {at:,}": [share(part["share_above"][at], 2) for part in shown] for at in first["share_above"]

@@ -98,14 +98,14 @@ def tune(
     error = own.error if own is not None else None
     if error is not None and found.best:
         found = replace(found, model_low=found.gain / (1 + error), model_high=found.gain * (1 + error))
-    if write is not None and found.best:
-        write_changes(Path(sources[0]), found.best, write)
     both = [] if dollars is None else _dollars_of_both(found, dollars)
     costs = {"dollars_per_1000": [None if math.isnan(one) else one for one in both]} if both else {}
-    if write_json(json_file, found.as_json() | {"own_error": error} | costs):
-        return
-    _print(found, dollars, error, verbose=verbose)
-    if write is not None:
+    printed = write_json(json_file, found.as_json() | {"own_error": error} | costs)
+    if not printed:
+        _print(found, dollars, error, verbose=verbose)
+    if write is not None and found.best:
+        write_changes(Path(sources[0]), found.best, write)
+    if write is not None and not printed:
         echo(f"wrote {write}" if found.best else "nothing to change: no file was written")
 
 

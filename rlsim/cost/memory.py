@@ -218,7 +218,9 @@ def rollout_memory(
         degrees = {"TP": own_tp, "PP": pp, "EP": layout.ep, "DP of attention": layout.attention_dp}
         shown = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1 or name == "TP")
         have = sum(parts.values()) - needed + room
-        of = f"({memory_utilization:g} of {gpu.memory_bytes / 1e9:.2f} GB on {gpu.name})"
+        plain = math.isclose(have, memory_utilization * gpu.memory_bytes, rel_tol=1e-3)
+        by = "" if plain else "by the engine's own rule, memory_utilization "
+        of = f"({by}{memory_utilization:g} of {gpu.memory_bytes / 1e9:.2f} GB on {gpu.name})"
         raise does_not_fit(f"{model.name} rollout at {shown} does not fit", parts, have, of)
     groups = layout.attention_dp
     return RolloutMemory(weights, activations, beside, page, page_tokens, pages * groups, groups)
@@ -329,8 +331,8 @@ def stage_bytes(
 
     `tokens` are those of a micro-batch (default: its budget). Per parameter: 2 bytes of bf16 weight and, to train, 4 or
     2 of gradient (`strategy.gradients`), 12 of fp32 master and Adam moments (`optimizer_bytes`; `cpu_optimizer` of them
-    none); FSDP keeps weights in fp32 alone, and gradients, in whatever type it reduces them, and PyTorch's AdamW
-    (`foreach`) takes another 4 in its step. ZeRO stages 1, 2, 3 divide optimizer, gradients, parameters by the
+    none); FSDP keeps weights and gradients as `strategy.weights` alone, in whatever type it reduces them, and PyTorch's
+    AdamW (`foreach`) takes another copy in its step. ZeRO stages 1, 2, 3 divide optimizer, gradients, parameters by the
     data-parallel ranks, those of experts that are apart by the ranks with the same experts. Under LoRA adapters alone
     have gradients and states. Stage 3 gathers two layers (one in use, one prefetched), or embedding and head, in bf16,
     and holds one unit's whole gradient. Training keeps what `strategy.recompute` says of each layer: of PP
@@ -354,12 +356,12 @@ def stage_bytes(
         def sharded(bytes_per_parameter: int, stage: int) -> float:
             return sum(bytes_per_parameter * n / (spread.sharded_over if zero >= stage else 1) for n, spread in parts)
 
-        weight = FP32 if backward and strategy.fsdp else BF16
+        weight = strategy.shard_bytes if backward else BF16
         found = {"parameters": sharded(weight, 3) * (1.0 + adapters)}
         kept, working = 0.0, tokens * max(each[layer][1] for layer in layers)
         if backward:
             states = sharded(strategy.states_bytes, 1) * (1 - strategy.cpu_optimizer) * trained
-            gradient = FP32 if strategy.fsdp else strategy.gradient_bytes
+            gradient = strategy.shard_bytes if strategy.fsdp else strategy.gradient_bytes
             found |= {"gradients": sharded(gradient, 2) * trained, "optimizer states": states}
             kept = tokens * (len(stages) - at) * sum(count * each[layer][0] for layer, count in layers.items())
             live = (each[layer] for layer in layers)
@@ -368,7 +370,9 @@ def stage_bytes(
         at_head = logits > working
         activations = kept + working * (not at_head)
         passes = {"gathered layers": gathered, "activations": activations, "logits": logits * at_head}
-        stepping = sharded(FP32, 3) * (1 - strategy.cpu_optimizer) * (backward and strategy.fsdp) * trained
+        stepping = (
+            sharded(strategy.shard_bytes, 3) * (1 - strategy.cpu_optimizer) * (backward and strategy.fsdp) * trained
+        )
         return found | (passes if sum(passes.values()) > stepping else {"the optimizer's step": stepping})
 
     stages = model.stages(strategy.pp)

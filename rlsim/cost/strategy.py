@@ -13,6 +13,7 @@ from rlsim.models.model import Model
 
 Recompute = Literal["none", "selective", "full"]
 GradientType = Literal["fp32", "bf16"]
+WeightType = Literal["fp32", "bf16"]
 Packing = Literal["balanced", "first_fit"]
 HostMemory = Literal["pinned", "pageable", "saver"]
 Logits = Literal["bf16", "fp32", "torch", "fused"]
@@ -57,7 +58,7 @@ class TrainStrategy:
       which costs next to no time. Attention is a flash kernel: its score matrix is never stored.
     - `packing`: `balanced` has as few micro-batches as the budget has room for a rank's sum; `first_fit` packs over all
       ranks, and deals them out in turn.
-    - `sequence_parallel`: Megatron's: the parts of a layer outside TP are cut along the sequence.
+    - `sequence_parallel`: Megatron's: the parts of a layer outside TP are cut along the sequence, over its GPUs.
     - `attention`: all but `flash_attention_2` (`TrainEfficiency.attention_on`) are taken as equally fast.
 
     Raises `ConfigError` for a degree below 1 or a combination that no framework offers.
@@ -79,6 +80,7 @@ class TrainStrategy:
     shard_gpus: int | None = None
     lora_rank: int | None = None
     gradients: GradientType = "fp32"
+    weights: WeightType = "fp32"
     recompute: Recompute = "full"
     packing: Packing = "balanced"
     offload: bool = False
@@ -155,13 +157,18 @@ class TrainStrategy:
 
     @property
     def fsdp(self) -> bool:
-        """Whether parameters are sharded as FSDP does it: in fp32, of Hugging Face's modules, for PyTorch's AdamW."""
+        """Whether parameters are sharded as FSDP does it: in `weights`, of Hugging Face's modules, by torch's AdamW."""
         return self.zero_stage == 3
 
     @property
+    def shard_bytes(self) -> int:
+        """Of a parameter that training keeps: FSDP's own, as its gradients and moments have, too; else of bf16."""
+        return 4 if self.fsdp and self.weights == "fp32" else 2
+
+    @property
     def states_bytes(self) -> int:
-        """Of one parameter's optimizer states beside its weight, which is FSDP's fp32 master."""
-        return self.optimizer_bytes - 4 * self.fsdp
+        """Of one parameter's optimizer states beside its weight, which under FSDP is the master."""
+        return (self.optimizer_bytes - 4) * self.shard_bytes // 4 if self.fsdp else self.optimizer_bytes
 
     @property
     def sharded_over(self) -> int:

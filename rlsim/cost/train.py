@@ -449,7 +449,11 @@ class TrainCost:
         """
         local = sum(n / (spread.sharded_over if spread.zero_stage >= 1 else 1) for n, spread in self._parts)
         own = local * self._trained
-        strategy, on_gpu_s = self.strategy, OPTIMIZER_BYTES * own / self._memory_bytes_per_s
+        strategy, moved = (
+            self.strategy,
+            OPTIMIZER_BYTES * (self.strategy.shard_bytes / FP32 if self.strategy.fsdp else 1),
+        )
+        on_gpu_s = moved * own / self._memory_bytes_per_s
         if not strategy.cpu_optimizer:
             return on_gpu_s
         on_node = min(strategy.gpus, self.cluster.gpus_per_node)
@@ -469,7 +473,7 @@ class TrainCost:
             return 0.0
         saver, weights, states = backward and strategy.host_memory == "saver", 0.0, 0.0
         for local, spread in self._parts:
-            weights += (FP32 if strategy.fsdp else BF16) * local / (spread.sharded_over if strategy.fsdp else 1)
+            weights += strategy.shard_bytes * local / (spread.sharded_over if strategy.fsdp else 1)
             on_gpus = backward * strategy.states_bytes * local * (1 - strategy.cpu_optimizer)
             states += on_gpus / (spread.sharded_over if strategy.zero_stage >= 1 else 1)
             states += saver * strategy.gradient_bytes * local / (spread.sharded_over if strategy.zero_stage >= 2 else 1)

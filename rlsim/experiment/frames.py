@@ -99,7 +99,9 @@ def check_steps(frames: Frames, label: str) -> None:
     """
     nothing = frames["steps"]["trained"].to_numpy() == 0
     if nothing.any():
-        raise PolicyError(f"{label}: step {nothing.argmax()} trains on no response: was generation stopped too early?")
+        dropped = " or did environment.on_failure drop all of them?" if frames["responses"]["tool_s"].any() else ""
+        why = f"was generation stopped too early{',' if dropped else '?'}{dropped}"
+        raise PolicyError(f"{label}: step {nothing.argmax()} trains on no response: {why}")
     end_s = float(frames["steps"]["step_time_s"].sum())
     for table in _COMPLETE:
         for name in (column.name for column in TABLES[table] if column.unit == "s" and column.name in frames[table]):

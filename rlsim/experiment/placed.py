@@ -130,7 +130,8 @@ class PlacedExperiment:
         known = {"training": training, "loaded": self.loaded, "gpus": gpus, "share": share, "node": self._gpus_per_node}
         refuse("spread", **known, apart=apart, of=of + beside)
         degrees = {name: getattr(training, name) for name in _DEGREES}
-        return replace(self.style, dp=gpus // share, sequence_parallel=training.tp > 1, **degrees)
+        cut = training.sequence_parallel and training.tp > 1
+        return replace(self.style, dp=gpus // share, sequence_parallel=cut, **degrees)
 
     @property
     def style(self) -> TrainStrategy:

@@ -266,8 +266,9 @@ class PlanSpace:
             zero = style.zero_stage if pp == 1 else min(style.zero_stage, 1)
             most = math.gcd(dp, domain // tp) if self._context_parallel else 1
             for cp, experts in product(powers_of_two(most), self._expert_degrees(call, dp * tp)):
+                cut = style.sequence_parallel and tp > 1
                 shape = replace(
-                    style, dp=dp // cp, tp=tp, pp=pp, cp=cp, zero_stage=zero, sequence_parallel=tp > 1, **experts
+                    style, dp=dp // cp, tp=tp, pp=pp, cp=cp, zero_stage=zero, sequence_parallel=cut, **experts
                 )  # fmt: skip
                 yield from undominated(self._variants(call, shape, place, share // shape.dp))
 

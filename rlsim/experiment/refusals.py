@@ -167,6 +167,9 @@ def starts_of(loaded: LoadedExperiment, systems: Sequence[SystemSpec] = ()) -> l
 #: Most settings that are combined, combinations of settings that are tried, and ways out that a message names.
 MOST_TOGETHER, MOST_TRIED, MOST_NAMED = 3, 150, 8
 
+#: What is asked of a way out beyond what the message says is missing (`Simulator.check_free`).
+_ROOM = f"{MARGIN:.0%} kept free and the longest sequences considered"
+
 #: Settings with their new values; `nodes` is no setting: so many of the cluster's.
 Change = dict[str, Any]
 
@@ -188,11 +191,11 @@ def remedies(loaded: LoadedExperiment, fits: Fits) -> str:
             rungs = ladders if size == 1 else [[one[0], *one[1:][-1:]] for one in ladders]
             tried = islice((product(*chosen) for chosen in combinations(rungs, size)), MOST_TRIED)
             if found := [name for ways in tried if (name := _first(loaded, ways, fits, refused))]:
-                alone = "" if size == 1 else "no setting that was tried does alone; "
+                alone = "" if size == 1 else f"no setting that was tried does alone, {_ROOM}; "
                 return f"; {alone}it fits with {', or '.join(found[:MOST_NAMED])}"
     except SearchAheadError:
         return ""
-    return f"; no setting that was tried makes it fit, nor do up to {MOST_TOGETHER} together"
+    return f"; no setting that was tried makes it fit, {_ROOM}, nor do up to {MOST_TOGETHER} together"
 
 
 def changed(loaded: LoadedExperiment, changes: Change) -> LoadedExperiment:

@@ -19,6 +19,7 @@ from rlsim.cost.strategy import (
     Logits,
     Packing,
     Recompute,
+    WeightType,
     attention_of,
     logits_of,
 )
@@ -153,6 +154,8 @@ class TrainingSpec(Schema):
     shard_gpus: int | None = Field(default=None, ge=1, le=1_000_000)
     lora_rank: int | None = Field(default=None, ge=1, le=65_536)
     gradients: GradientType = "fp32"
+    weights: WeightType = "fp32"
+    sequence_parallel: bool = True
     recompute: Recompute = "full"
     packing: Packing = "balanced"
     logits: Logits | None = None

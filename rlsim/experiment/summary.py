@@ -208,9 +208,13 @@ def kinds_note(kinds: Sequence[str]) -> Iterator[str]:
 
 
 def idle_notes(steps: pd.DataFrame, deciding: Collection[str]) -> Iterator[str]:
-    """Which systems that decide something while they generate never changed anything."""
+    """Which systems that decide something while they generate never changed anything.
+
+    One that trains on fewer responses than it launched may have ended generation early.
+    """
     for system, own in steps.groupby("system", sort=False):
-        if system in deciding and not own[[*ACTED, "paused", "borrowed_gpu_s"]].any(axis=None):
+        whole = (own["launched"] <= own["trained"]).all()
+        if system in deciding and whole and not own[[*ACTED, "paused", "borrowed_gpu_s"]].any(axis=None):
             yield f"{system} never acted: its controls switched, moved, released and aborted nothing in any step"
 
 

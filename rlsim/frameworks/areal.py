@@ -30,7 +30,7 @@ _EXPECTED = "expected an engine and degrees such as sglang:d4t2, fsdp:d8 or mega
 
 @dataclass(frozen=True)
 class Allocation:
-    """An engine and its degrees; `ep` of experts, which takes no further GPUs."""
+    """An engine and its degrees; `ep` and `expert_tp` of experts, which take no further GPUs."""
 
     engine: str
     dp: int = 1
@@ -38,6 +38,7 @@ class Allocation:
     pp: int = 1
     cp: int = 1
     ep: int = 1
+    expert_tp: int | None = None
 
     @property
     def gpus(self) -> int:
@@ -55,7 +56,7 @@ def from_areal(sources: Sequence[str], options: Options) -> Draft:
     reading.refuse()
     generation, training, shared, where = _sides(config)
     engine, gpus = generation.engine, (generation.gpus, training.gpus)
-    degrees: dict[str, Any] = {name: getattr(training, name) for name in ("tp", "pp", "cp", "ep", "dp")}
+    degrees: dict[str, Any] = {name: getattr(training, name) for name in ("tp", "pp", "cp", "ep", "expert_tp", "dp")}
     keys = [f"{section}.freq_{each}" for section in _BETWEEN_STEPS for each in ("epochs", "steps", "secs")]
     often = [key for key in keys if 0 < (config.get(PERIOD, key) or 0) < math.inf]
     reading.facts |= degrees | {
@@ -95,12 +96,13 @@ def allocation(text: str, place: str, known: tuple[str, ...]) -> Allocation:
     if found is None:
         raise ConfigError(f"{place}: {text!r}: {_EXPECTED}")
     degrees = _degrees(found["degrees"], text, place)
-    experts = _degrees(found["experts"], text, place).get("e", 1) if found.re is _HYBRID else degrees.get("e", 1)
+    of_experts = _degrees(found["experts"], text, place) if found.re is _HYBRID else degrees
+    experts, expert_tp = of_experts.get("e", 1), of_experts.get("t", 1) if found.re is _HYBRID else None
     stages = degrees.get("p", 1)
     engine = found["engine"] or ("megatron" if max(stages, experts) > 1 else "fsdp")
     if engine not in known:
         raise ConfigError(f"{place}: {text!r}: {engine} is not simulated here; {_EXPECTED}")
-    return Allocation(engine, degrees.get("d", 1), degrees.get("t", 1), stages, degrees.get("c", 1), experts)
+    return Allocation(engine, degrees.get("d", 1), degrees.get("t", 1), stages, degrees.get("c", 1), experts, expert_tp)
 
 
 def _degrees(written: str, text: str, place: str) -> dict[str, int]:

@@ -6,7 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
+from rlsim.base.reading import is_file, read_text
 from rlsim.errors import CatalogueError
 from rlsim.frameworks.adapter import adapted
 from rlsim.frameworks.draft import ASSUMED, Draft
@@ -53,6 +55,7 @@ def from_slime(sources: Sequence[str], options: Options) -> Draft:
     """
     config = read_sources(sources, "slime", "--from-slime", "slime", takes, _given)
     _settle_node(config, options)
+    _settle_fusion(config, sources)
     return adapted(Reading("slime", config), "sglang", options, sources, partial(_model, config, options))
 
 
@@ -66,6 +69,14 @@ def _settle_node(config: Settings, options: Options) -> None:
     give = f"; give {unknown.variable}=… if it is another" if unknown.variable else ""
     config.notes.append(f"{key} ({place}): {unknown.why}: {found}, a whole node, is taken{give}")
     config.put({key: found}, f"{ASSUMED}: a whole node")
+
+
+def _settle_fusion(config: Settings, sources: Sequence[str]) -> None:
+    """The arguments of a model (`scripts/models/…`) may say that its rotary embeddings are not fused."""
+    folders = [folder / "models" for source in sources for folder in (*Path(source).parents,)[:2]]
+    for file in (folder / f"{name}.sh" for folder in folders for name in config.sourced):
+        if is_file(file) and "--no-rope-fusion" in read_text(file).split():
+            config.put({"--no-rope-fusion": True}, f"models/{file.name}")
 
 
 def _model(config: Settings, options: Options) -> str:

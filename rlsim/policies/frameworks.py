@@ -35,8 +35,8 @@ class Megatron(Schema, Placing):
         for pp in (pp for pp in range(1, gpus // tp + 1) if gpus % (tp * pp) == 0):
             zero = context.style.zero_stage if pp == 1 else min(context.style.zero_stage, 1)
             strategy = replace(
-                context.style, dp=gpus // tp // pp, tp=tp, pp=pp, cp=1, zero_stage=zero, sequence_parallel=tp > 1,
-                micro_batches=self.micro_batches,
+                context.style, dp=gpus // tp // pp, tp=tp, pp=pp, cp=1, zero_stage=zero,
+                micro_batches=self.micro_batches, sequence_parallel=context.style.sequence_parallel and tp > 1,
             )  # fmt: skip
             # A rollout engine shards no parameters, and batches continuously: the degrees are the same.
             engine = replace(strategy, zero_stage=0, micro_batches=None)

@@ -115,7 +115,7 @@ def _generation(name: str, call: CallPlan, gpus: int) -> TrainStrategy | None:
     given = call.model_dump(exclude_defaults=True).keys()
     senseless, cut = ", ".join(sorted(given - set(_GENERATION))), bool(given & {"pp", "dp", "micro_batches"})
     refuse("planned generation", name=name, call=call, senseless=senseless, cut=cut, known=", ".join(_GENERATION))
-    return None if call.tp is None else _strategy(name, call, gpus, TrainStrategy())
+    return None if call.tp is None else _strategy(name, call, gpus, TrainStrategy(sequence_parallel=True))
 
 
 def _strategy(name: str, call: CallPlan, gpus: int, style: TrainStrategy) -> TrainStrategy:
@@ -129,7 +129,9 @@ def _strategy(name: str, call: CallPlan, gpus: int, style: TrainStrategy) -> Tra
         given |= dict.fromkeys(own)  # the call's own budget holds, whatever its kind
     if call.pp > 1 and style.zero_stage > 1 and call.zero_stage is None:
         given["zero_stage"] = 1  # the other stages do not go with a pipeline
-    return replace(style, dp=dp, tp=tp, pp=call.pp, cp=call.cp, sequence_parallel=tp > 1, **given)
+    return replace(
+        style, dp=dp, tp=tp, pp=call.pp, cp=call.cp, sequence_parallel=style.sequence_parallel and tp > 1, **given
+    )
 
 
 class REAL(Schema, Placing, Rewiring):

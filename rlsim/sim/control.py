@@ -387,12 +387,6 @@ class Controls(RolloutControl):
         """That of the first that has a predictor."""
         return _first(part.length_error for part in self.parts)
 
-    def dispatch(
-        self, launched: Sequence[RequestView], replicas: Sequence[ReplicaView]
-    ) -> Mapping[int, Sequence[int]] | None:
-        """What the first of those that have an opinion says."""
-        return _first(part.dispatch(launched, replicas) for part in self.parts)
-
     def priority(self, request: RequestView) -> float | None:
         """What the first of those that have an opinion says."""
         return _first(part.priority(request) for part in self.parts)

@@ -26,7 +26,7 @@ _AS_THEY_ARE: dict[type[np.generic], tuple[str, ...]] = {
     ),
     np.int64: (
         "id", "position", "prompt_tokens", "generated", "preemptions", "replica", "row", "called", "observed_tokens",
-        "resumed_observed", "resumed_tokens",
+        "resumed_observed", "resumed_tokens", "lost_tokens", "lost_new", "lost_observed",
     ),
     np.bool_: ("aborted", "timed_out", "baseline", "resumed"),
 }  # fmt: skip

@@ -99,6 +99,10 @@ class Request:
     #: To a sub-agent: the number of the call that began it, and its own in that, from 1; those of its callers first.
     path: tuple[int, ...] = ()
     restarts: int = 0  # times that it began again, as its sandbox was lost
+    #: Of its tokens, those lost so: all, those that this step generated, and those that it observed.
+    lost_tokens: int = 0
+    lost_new: int = 0
+    lost_observed: int = 0
     kv_id: int = field(init=False)  # names its KV cache behind the prompt's: of each attempt another
     budget_tokens: int = field(init=False)  # with so many tokens it is complete, or pauses
     limit_tokens: int = field(init=False)  # the same, or it calls a tool: with so many it leaves its replica
@@ -153,6 +157,10 @@ class Request:
 
     def restart(self) -> None:
         """It begins again at its first turn; what it has generated is lost."""
+        observed = self.observed_tokens - self.resumed_observed
+        self.lost_tokens += self.generated
+        self.lost_new += self.generated - self.resumed_tokens - observed
+        self.lost_observed += observed
         self.generated = self.called = self.observed_tokens = self.resumed_tokens = self.resumed_observed = 0
         self.restarts, self.kv_id, self.runs = self.restarts + 1, self.kv_id + (1 << 60), ()
         self._set_limit()

@@ -87,17 +87,19 @@ class GenerationStage:
         return shares
 
     def _wanted(self, requests: Sequence[Request], replicas: Sequence[Replica]) -> Shares | None:
-        if not requests or not asked(self.control, "dispatch"):
+        if not requests or not (parts := asked(self.control, "dispatch")):
             return None
         known = {request.id: request for request in requests}
         views = [view_of(request, request.context, running=False) for request in requests]
-        wanted = self.control.dispatch(views, [view_of_replica(replica) for replica in replicas])
-        if wanted is None:
+        seen = [view_of_replica(replica) for replica in replicas]
+        answers = ((part, part.dispatch(views, seen)) for part in parts)
+        part, wanted = next(((part, wanted) for part, wanted in answers if wanted is not None), (None, None))
+        if part is None or wanted is None:
             return None
         named = [id_ for ids in wanted.values() for id_ in ids]
         if sorted(named) != sorted(known) or not wanted.keys() <= {replica.index for replica in replicas}:
             what = "returned a share that does not give each response to one of the replicas"
-            raise misused(self.control, "dispatch", what)
+            raise misused(part.author, "dispatch", what)
         return {index: [known[id_] for id_ in ids] for index, ids in wanted.items()}
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rlsim.base.reading import read_yaml
+from rlsim.base.reading import is_file, read_yaml
 from rlsim.errors import ConfigError
 from rlsim.frameworks.settings import Unknown
 from rlsim.frameworks.shell import Override, read_script
@@ -23,6 +23,8 @@ ROOTS = frozenset(
 )  # fmt: skip
 #: Hydra's choices of the engine that trains.
 GROUPS = frozenset({"model_engine", "actor@actor_rollout_ref.actor"})
+#: Names of veRL's own configurations, whose defaults are known.
+_TRAINER = re.compile(r"(\w+_)?(ppo|dapo)_(\w+_)?trainer")
 #: Programs whose settings are veRL's own, and nothing else.
 _READ_AS_PPO = re.compile(r"(verl|recipe\.(dapo|entropy|partial_rollout))\.")
 
@@ -119,6 +121,11 @@ def _read_text(config: VerlSettings, path: Path, variables: dict[str, str]) -> N
         config.notes.append(
             f"{path.name}: {script.program} is read as verl.trainer.main_ppo: what it does otherwise is not represented"
         )
+    name = script.config_name.removesuffix(".yaml")
+    if is_file(own := path.parent / "config" / f"{name}.yaml"):
+        _read_yaml(config, own)
+    elif name and not _TRAINER.fullmatch(name):
+        config.notes.append(f"{path.name}: the file of --config-name {name} is not read: give it before the script")
     if "megatron" in script.config_name:
         config.given[STRATEGY], config.origin[STRATEGY] = "megatron", f"--config-name {script.config_name}"
     for override in script.overrides:

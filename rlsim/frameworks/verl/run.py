@@ -238,6 +238,7 @@ def _strategies(
         "lora_rank": values["lora_rank"],
         "offload": _offload(given, find),
         "sequence_parallel": tp > 1,
+        "weights": logged["weights"],
         "gradients": logged["gradients"],
         "attention": "flash_attention_3" if not megatron and find.logged("attention") == "flash_attention_3" else own,
         "fused_rope": not megatron or bool(find.logged("rope_fusion")),

@@ -29,7 +29,7 @@ from rlsim.units import token_count
 #: Columns of `steps` that are read.
 _COLUMNS = ("case", "system", "seed", "step", "launched", *TESTED, *MEASURED, *PUT_OFF)
 #: Keys that say nothing about what a run does, or that other columns show.
-NOT_SETTINGS = ("name", "description", "framework", "cases", "systems", "baseline", "seeds", "certainty")
+NOT_SETTINGS = ("name", "description", "framework", "cases", "sources", "systems", "baseline", "seeds", "certainty")
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,7 +252,7 @@ def _by_directory(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
     """Keys in which the directories' experiments differ, cases and axes apart."""
     first = {run.directory: run.config for run in reversed(runs)}
     order = list(dict.fromkeys(run.directory for run in runs))
-    apart = {"description", *(name for run in runs for name in run.axes)}
+    apart = {"description", "sources", "sources.given", *(name for run in runs for name in run.axes)}
     found = differences([first[directory] for directory in order])
     return {key: dict(zip(order, values, strict=True)) for key, values in found.items() if key not in apart}
 

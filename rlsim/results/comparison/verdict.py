@@ -169,7 +169,7 @@ def _decided(rows: pd.DataFrame) -> tuple[str, Any, list[str]]:
     ends = np.fmin(own, errors)[:, 1], np.fmax(own, errors)[:, 2]
     known = ~np.isnan([own[:, 1], errors[:, 1]]).T
     over = [" and ".join(np.array(["seeds", "the calibration's errors"])[row]) for row in known]
-    return unit, np.column_stack([own[:, 0], *(end.round(DIGITS) for end in ends)]), over
+    return unit, np.column_stack([own[:, 0], *(end.round(9) for end in ends)]), over
 
 
 def _unsteady(rows: pd.DataFrame) -> Any:

@@ -156,7 +156,8 @@ def choose(
             steps = steps[steps[what] == _known(what, value, steps[what].unique().tolist())]
     ordered = steps.sort_values(["step_time_s", "seed", "step"])
     middle = ordered.iloc[(len(ordered) - 1) // 2]
-    which = "the baseline and the best other system" if not systems and len(chosen) > 1 else "as asked for"
+    which = "the baseline and the best other system" if len(chosen) > 1 else "the only system that ran"
+    which = "as asked for" if systems else which
     median = f"the median step of {chosen[0]} by step time"
     fixed = [text for text, value in (("the seed", seed), ("the step", step)) if value is not None]
     why = f"{which}; {median if not fixed else ' and '.join(fixed) + ' as asked for'}"

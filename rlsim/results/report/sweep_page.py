@@ -222,7 +222,8 @@ def sweep_page(sweep: SweepResult, *, title: str | None = None) -> Page:
         ("configuration", "Exactly what was run", _configuration(sweep, first)),
     )
     facts = [("Experiment", str(first["experiment"]["name"])), ("Points", f"{len(sweep.points):,}")]
-    facts += [(name, ", ".join(_labels(frame[name]))) for name in axes]
+    asked = sweep.points.rename(columns=names)  # those that failed, too
+    facts += [(name, ", ".join(_labels((asked if name in asked else frame)[name]))) for name in axes]
     facts += [(str(state), f"{count:,}") for state, count in states.items() if state != "done"]
     own = frame["system"] == frame["point"].map({point: str(record["baseline"]) for point, record in records.items()})
     findings = sweep_findings(judged, axes, baseline, own)
