@@ -146,7 +146,7 @@ class LoadedExperiment:
             how = "in the mean of what is drawn" if spec.drawn else "as expected"
             notes[f"engine.speculation: {said}, {how}{since}"] = None
         environment = self.environment
-        if not environment and self.experiment.environment.model_fields_set:
+        if not environment and self.experiment.environment != EnvironmentConfig():
             notes["environment has no effect: no response of the trace has turns"] = None
         if environment and environment.sandboxes is None and environment.workers is None:
             notes["tool calls find a sandbox at once: environment.sandboxes and workers say how many there are"] = None

@@ -15,7 +15,7 @@ from rlsim.cost.layout import Layout
 from rlsim.cost.ledger import Ledger, Row
 from rlsim.cost.rollout import RolloutCostModel, powers_of_two
 from rlsim.cost.step import Lookups, StepCost
-from rlsim.cost.strategy import TrainStrategy
+from rlsim.cost.strategy import EXPERT_IMBALANCE, TrainStrategy
 from rlsim.cost.weight_sync import REMAPPED_BYTES_PER_S, SyncMethod, WeightSync
 from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
@@ -128,7 +128,7 @@ class PlacedExperiment:
         beside = f" ({apart} more are kept for the judge)" * bool(apart)
         of = "of the cluster" if gpus == len(self.gpus) else "that a call is to have"
         known = {"training": training, "loaded": self.loaded, "gpus": gpus, "share": share, "node": self._gpus_per_node}
-        refuse("spread", **known, apart=apart, of=of + beside)
+        refuse("spread", **known, apart=apart, of=of + beside, imbalance=EXPERT_IMBALANCE)
         degrees = {name: getattr(training, name) for name in _DEGREES}
         cut = training.sequence_parallel and training.tp > 1
         return replace(self.style, dp=gpus // share, sequence_parallel=cut, **degrees)
