@@ -514,6 +514,20 @@ def script(folder: Path) -> Path:
     return path
 
 
+def test_a_script_of_verl_goes_apart_only_where_its_program_can(tmp_path: Path) -> None:
+    """Before 0.9 one step off is a program of its own, which no setting of a synchronous script starts."""
+    path = script(tmp_path)
+    for version, modes in (("0.8", set[str]()), ("0.9", {"separate_async"})):
+        given = Configuration("verl", (str(path),), Options(tmp_path, "h100"), version)
+        loaded = LoadedExperiment.of(given.experiment({}), tmp_path)
+        apart = [axis for axis in axes_of(loaded, ("staleness",)) if axis.alters == "staleness"]
+        assert {str(one["trainer.v1.trainer_mode"]) for axis in apart for one in axis.options} == modes
+    experiment = given.experiment(apart[0].options[3])
+    (system, _) = experiment.systems
+    assert system["use"][0]["verl_fully_async"]["rollout_gpus"] == 4
+    assert experiment.workflow.old_log_probs == given.experiment({}).workflow.old_log_probs
+
+
 def test_the_written_script_is_the_changed_configuration(tmp_path: Path) -> None:
     path, out = script(tmp_path), tmp_path / "tuned.sh"
     changes = {TP: 2, SEQS: 512, "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype": "fp8"}
