@@ -259,3 +259,14 @@ def test_what_verls_scripts_run_fits_and_what_runs_nowhere_does_not(
 def test_strategies_that_make_no_sense(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         call_bytes(LLAMA, TrainStrategy(**arguments), backward=True)
+
+
+def test_shards_in_bf16_take_half_of_those_in_fp32() -> None:
+    """AReaL and veRL's `model_dtype`: weights, gradients and moments are of one type, the passes as before."""
+    plain, half = (
+        call_bytes(load_model("qwen2.5-7b"), TrainStrategy(dp=8, zero_stage=3, weights=weights), 4096, backward=True)
+        for weights in ("fp32", "bf16")
+    )
+    for part in ("parameters", "gradients", "optimizer states"):
+        assert half[part] == pytest.approx(plain[part] / 2)
+    assert half["activations"] == plain["activations"]

@@ -370,9 +370,8 @@ def stage_bytes(
         at_head = logits > working
         activations = kept + working * (not at_head)
         passes = {"gathered layers": gathered, "activations": activations, "logits": logits * at_head}
-        stepping = (
-            sharded(strategy.shard_bytes, 3) * (1 - strategy.cpu_optimizer) * (backward and strategy.fsdp) * trained
-        )
+        in_step = strategy.shard_bytes * (backward and strategy.fsdp)
+        stepping = sharded(in_step, 3) * (1 - strategy.cpu_optimizer) * trained
         return found | (passes if sum(passes.values()) > stepping else {"the optimizer's step": stepping})
 
     stages = model.stages(strategy.pp)

@@ -449,11 +449,10 @@ class TrainCost:
         """
         local = sum(n / (spread.sharded_over if spread.zero_stage >= 1 else 1) for n, spread in self._parts)
         own = local * self._trained
-        strategy, moved = (
-            self.strategy,
-            OPTIMIZER_BYTES * (self.strategy.shard_bytes / FP32 if self.strategy.fsdp else 1),
-        )
-        on_gpu_s = moved * own / self._memory_bytes_per_s
+        strategy, moved = self.strategy, OPTIMIZER_BYTES * own
+        if strategy.fsdp:
+            moved *= strategy.shard_bytes / FP32
+        on_gpu_s = moved / self._memory_bytes_per_s
         if not strategy.cpu_optimizer:
             return on_gpu_s
         on_node = min(strategy.gpus, self.cluster.gpus_per_node)
