@@ -28,7 +28,7 @@ from rlsim.experiment.workflows import TraceScoring
 from rlsim.models.hardware import load_cluster
 from rlsim.models.model import load_model
 from rlsim.sim.request import Request
-from rlsim.trace import TraceMeta, make_trace, mix
+from rlsim.trace import TraceMeta, make_trace, mix, read_trace
 
 STEPS = 6
 EXPERIMENT: dict[str, Any] = tables("bases")["rollpacker"]
@@ -222,6 +222,10 @@ def test_rewards_of_mixed_traces(tmp_path: Any) -> None:
     two = make_trace(pd.DataFrame(rows | {"reward": [0.5, 0.0, 1.0, 1.0]}), TraceMeta(name="two"))
     mixed = mix([one, two])
     scoring = TraceScoring(mixed, RewardSpec(), mixed.cut(2048)[1])
+    coded = read_trace("traces/rollpacker-code.parquet")
+    (note,) = TraceScoring(coded, RewardSpec(time_per_response=1.0), coded.cut(2048)[1]).notes
+    assert note.startswith("workflow.reward.time_per_response has no effect")
+    assert not TraceScoring(mixed, RewardSpec(time_per_response=1.0), mixed.cut(2048)[1]).notes
     assert scoring.says_rewards
     worth = [scoring.job(Request(0, 0, 1, 1, row=row)).reward for row in range(8)]
     assert worth == [1.0, 0.0, 1.0, 0.0, 0.5, 0.0, 1.0, 0.0]  # the long ones are cut

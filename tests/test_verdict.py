@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from rlsim.experiment.summary import EXPLAINED
-from rlsim.results.comparison.verdict import decided, judge
+from rlsim.results.comparison.verdict import Judged, decided, judge
 from rlsim.results.report.method import cases_sentence
 from rlsim.results.report.speedups import VERDICTS, speedups
 
@@ -145,6 +145,11 @@ def test_no_verdict_that_its_table_contradicts() -> None:
         assert (told is not None and told[1] == "1") == bool(re.search("is the fastest|is faster than", text))
         kinds |= {kind: kinds.get(kind, 0) + 1 for kind in KINDS if kind in text}
     assert [kind for kind in KINDS if kinds.get(kind, 0) < 3] == []
+
+
+def test_an_interval_is_not_rounded_twice() -> None:
+    """1.255177 is 1.255 where it decides, and 1.26 in print, as elsewhere."""
+    assert Judged("a", "faster", 1.262, round(1.255177, 3), 1.27, "seeds", 1.0, "").texts == ["1.26", "1.26", "1.27"]
 
 
 def test_sweeps_draw_the_ratio_that_decides() -> None:

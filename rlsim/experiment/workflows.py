@@ -109,6 +109,12 @@ class TraceScoring:
         tests = timed.get("test_run_s")
         self._tests: list[Any] = [None] * len(frame) if tests is None else tests.tolist()
         refuse("scoring", judged=self.judged, spec=spec, trace=trace)
+        tested = [cases is not None and not isinstance(cases, float) for cases in self._tests]
+        if (
+            spec.time_per_response != RewardSpec().time_per_response
+            and (self.judged | ~np.isnan(check_s) | tested).all()
+        ):
+            self.notes.append("workflow.reward.time_per_response has no effect: the trace says what each check takes")
         late = float((check_s > spec.timeout).mean())
         if late:
             self.notes.append(

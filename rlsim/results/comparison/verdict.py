@@ -22,6 +22,8 @@ Outcome = Literal["baseline", "faster", "as fast", "not told apart", "slower", "
 
 #: Decimals of an interval: it decides by what is in print.
 DIGITS = 3
+#: A half that is left of these, which binary numbers fall short of, is printed as the next hundredth.
+HALF = 1e-9
 #: By unit: the column of the amount per second, and that of the ratio.
 RATES = {"responses": "responses_per_s", "tokens": "tokens_per_s"}
 _RATIO = {"responses": "speedup", "tokens": "token_speedup"}
@@ -44,7 +46,7 @@ class Judged(NamedTuple):
         """The ratio and the interval's ends, with the decimals that tell this system's from 1."""
         figures = (self.ratio, self.low, self.high)
         digits = DIGITS if any(0.9 < figure < 1.1 for figure in figures) else 2
-        return [f"{figure:.{digits}f}" for figure in figures]
+        return [f"{figure + HALF:.{digits}f}" for figure in figures]
 
     @property
     def interval(self) -> str:
@@ -169,7 +171,7 @@ def _decided(rows: pd.DataFrame) -> tuple[str, Any, list[str]]:
     ends = np.fmin(own, errors)[:, 1], np.fmax(own, errors)[:, 2]
     known = ~np.isnan([own[:, 1], errors[:, 1]]).T
     over = [" and ".join(np.array(["seeds", "the calibration's errors"])[row]) for row in known]
-    return unit, np.column_stack([own[:, 0], *(end.round(9) for end in ends)]), over
+    return unit, np.column_stack([own[:, 0], *(end.round(DIGITS) for end in ends)]), over
 
 
 def _unsteady(rows: pd.DataFrame) -> Any:
