@@ -182,7 +182,7 @@ def test_rewards_come_by_the_sample_since_verl_has_a_reward_loop(tmp_path: Path)
         return [system["use"][1:] for system in draft_of(tmp_path, *settings, **options).data()["systems"]]
 
     assert parts() == [["async_reward"]] * 3
-    assert parts(version="0.6") == [[]] * 3
+    assert parts(version="0.6") == parts("reward_model.use_reward_loop=False", version="0.7") == [[]] * 3
     assert parts("reward_model.enable=True", reward_model="llama-3.1-8b") == [[]] * 3
     assert parts("trainer.v1.trainer_mode=colocate_async") == [["async_reward"]] * 2
 

@@ -49,8 +49,6 @@ _KEYS = (
     *(key for of in ("verl", "verl-turns") for key, _, _ in unlike_rows(of)),
     *(key for engine, section in _SECTIONS.items() for key, _, _ in unlike_rows(engine, section)),
 )
-#: Since this release each response is scored as it is complete, unless a reward model shares the GPUs.
-_REWARD_LOOP = "0.7"
 #: Positions of a model where nothing says how many it has: models of today have as many or more.
 _CONTEXT = 32_768
 
@@ -80,7 +78,7 @@ def from_verl(sources: Sequence[str], options: Options, version: str = VERSIONS[
     scored = draft.block("workflow").pop("reward")
     _engine_limits(config, draft, settings)
     parts.add_mapped(reading, draft, actor)
-    if config.told(FLAG, "reward_async") and config.version < _REWARD_LOOP:
+    if config.told(FLAG, "reward_async") and not config.told(FLAG, "reward_loop"):
         said = joined(scored.comment, config.where("reward_async"))
         scored = Entry({"order": "beside_log_probs", **scored.value}, said)
     draft.block("workflow")["reward"] = scored
@@ -249,7 +247,7 @@ def _systems(
         parts.add_systems(reading, draft, tp, where, more, apart.policy, over_nodes=over_nodes)
         return
     reward_model = any(config.told(FLAG, name) for name in ("reward_model_on", "new_reward_model_on"))
-    if config.version >= _REWARD_LOOP and not reward_model:
+    if config.told(FLAG, "reward_loop") and not reward_model:  # which shares the GPUs
         more.append("async_reward")
     colocated = asynchronous.colocated_of(config)
     best = "best-tp" if colocated else "verl-best"
