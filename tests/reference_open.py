@@ -465,7 +465,8 @@ class _Run(_Rollout):
                 fit = self.queue
             if not fit:
                 return
-            item = min(fit, key=lambda item: self.batching.rank(item[0]))  # of equals the first in the queue
+            due = [item for item in fit if self.batching.awaited(number - item[0].version)]
+            item = min(due or fit, key=lambda item: self.batching.rank(item[0]))  # of equals the first in the queue
             self.queue.remove(item)
             self.places.discard(item[1].position)
             self.taken += 1

@@ -325,6 +325,17 @@ def test_the_page_says_where_the_time_of_trajectories_goes(trajectories: str, tm
     assert "Where the time of trajectories goes" not in (tmp_path / "plain.html").read_text()
 
 
+def test_trajectories_and_plain_responses_mix_and_short_calls_are_not_told_as_none(trajectories: str) -> None:
+    more = {"trace": {"path": ["rollpacker-math", trajectories], "cap": "2K"}, "environment": {"timeout": 0.2}}
+    result = rlsim.run({**AGENTS, **more, "systems": ["verl"]})
+    told = next(note for note in result.notes if note.startswith("tool calls of a response trained on"))
+    means = result.steps.groupby("system")["tool_s_mean"].mean()
+    assert told.startswith(f"tool calls of a response trained on: verl {means['verl']:.2f} s in them")
+    assert 0 < means["verl"] < 0.5
+    trained = result.responses[result.responses["trained"]]
+    assert set(trained["tool_calls"] > 0) == {True, False}
+
+
 def test_turns_count_to_the_weights_that_begin_them(trajectories: str) -> None:
     # Two tokens and a call, its three count to it; then four tokens, of which three are of newer weights; a call whose
     # answer nothing follows: the second turn began with the old weights.

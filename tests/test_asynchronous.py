@@ -157,6 +157,45 @@ def test_prompts_that_are_generated_again_are_trained_on_once() -> None:
         assert of(found, name)["dropped_stale"].sum() == of(found, name)["dropped"].sum()
 
 
+@pytest.mark.parametrize("order", ["ready", "longest", "freshest"])
+def test_a_step_that_waits_takes_prompts_at_the_bound_first_whatever_their_order(order: str) -> None:
+    """The trainer is the slower side: complete prompts reach the bound in the queue."""
+    rule = {"bounded_staleness": {"eta": 2, "stale": "wait", "order": order}}
+    more = {
+        "trace": {"path": "rollpacker-math", "cap": "1500"},
+        "workflow": {"prompts": 8, "responses": 4, "steps": 16},
+    }
+    steps = of(run(use("waits", "async_reward", rule), **more), "waits")
+    assert steps["staleness_max"].max() == 2
+    assert steps[["dropped", "wasted_tokens"]].sum().tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"systems": [{"areal": {"tp": 1, "rollout_gpus": 1}}], "cluster": "2xh800"},
+        {"systems": [{"areal": {"tp": 1, "rollout_gpus": 2}}], "engine": {"graphs": False}},
+        {
+            "systems": [{"verl": {"tp": 2}}],
+            "cluster": "2xh200",
+            "model": "qwen3-1.7b",
+            "calibration": "h200-vllm",
+            "engine.speculation": {"method": "eagle3", "num_speculative_tokens": 3, "acceptance": 0.5, "drawn": True},
+            "engine.speculation.correlation": 0.9,
+            "workflow": {"prompts": 2, "responses": 2, "steps": 24},
+        },
+    ],
+)
+def test_generation_never_takes_less_than_its_bound(changes: dict[str, Any]) -> None:
+    """More run together than a step has where generation never stops, and drafts may be luckier than their chances."""
+    more = {"trace": {"path": "deepscaler-llama-3.1-8b", "cap": "2000"}, "seeds": 1}
+    spec = {**EXPERIMENT, **more, "workflow": {"prompts": 4, "responses": 4, "steps": 24}}
+    steps = rlsim.run(spec, overrides=changes).steps
+    each = steps if "engine.speculation" in changes else steps.groupby("system").sum(numeric_only=True)
+    assert (each["gen_bound_s"] > 0).all()
+    assert (each["gen_bound_s"] <= each["gen_time_s"]).all()
+
+
 # ---- replicas on their own ------------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """`from_run`: reads veRL's logs in every form, recovers known efficiencies, refuses what is wrong."""
 
+import gzip
 import json
 import math
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from rlsim import errors
 from rlsim.calibrate.from_run import FromRun, from_run
 from rlsim.calibrate.run_fit import HostTimes, doubts
 from rlsim.calibrate.write import write
-from rlsim.cost.calibration import HostFit, load_calibration
+from rlsim.cost.calibration import Calibration, HostFit, load_calibration
 from rlsim.cost.calls import CallCosts
 from rlsim.cost.memory import kept_bytes
 from rlsim.cost.rollout import RolloutCostModel
@@ -208,8 +209,23 @@ def test_a_resumed_run_counts_as_logged_last_and_a_cut_line_is_left_out(tmp_path
     lines = [LINE.format(step=step, gen=gen) for step, gen in ((1, 70), (2, 71), (2, 72), (3, 73))]
     log = read_log(save(tmp_path, "\n".join(lines)[: -len("timing_s/step:252.485 - ") - 200]))
     assert list(log.steps.gen_s) == [70, 72]
-    assert any("logged more than once" in note for note in log.notes)
+    assert any("1 steps were logged more than once" in note for note in log.notes)
     assert any("step 3" in note and "cut while being written" in note for note in log.notes)
+
+
+def test_a_byte_order_mark_compression_and_rows_of_a_step_by_parts_change_nothing(tmp_path: Path) -> None:
+    rows = {step: metrics_of(LINE.format(step=step, gen=70 + step)) for step in (1, 2, 3)}
+    plain = read_log(save(tmp_path, as_console(rows))).steps
+    (tmp_path / "run.log.gz").write_bytes(gzip.compress(as_console(rows).encode()))
+    halves = [{n: dict([*row.items()][part::2]) for n, row in rows.items()} for part in (0, 1)]
+    by_parts = save(tmp_path, "".join(as_jsonl({n: half[n]}) for n in rows for half in halves), "parts.jsonl")
+    marked = save(tmp_path, "\ufeff" + as_console(rows), "marked.log")
+    for log in map(read_log, (marked, tmp_path / "run.log.gz", by_parts)):
+        assert log.steps.drop(columns="line").equals(plain.drop(columns="line"))
+        assert not any("more than once" in note for note in log.notes)
+    (tmp_path / "cut.log.gz").write_bytes(gzip.compress(as_console(rows).encode())[:-20])
+    with pytest.raises(CalibrationError, match=r"cut.log.gz: cannot be read"):
+        read_log(tmp_path / "cut.log.gz")
 
 
 # Lengths -------------------------------------------------------------------------------------------------------------
@@ -275,12 +291,13 @@ def calls_at(efficiency: float) -> CallCosts:
     return CallCosts({"actor": load_model(MODEL)}, load_cluster(CLUSTER), base, "fsdp")
 
 
-def synthetic(growing: bool = True, steps: int = STEPS) -> dict[int, Metrics]:
-    """Random lengths, growing over training or always the same; times from the simulator, with noise and outliers."""
+def synthetic(growing: bool = True, steps: int = STEPS, of: Calibration | None = None) -> dict[int, Metrics]:
+    """Random lengths, growing over training or always the same; times from the simulator, with noise and outliers, by
+    the calibration `of`, else the base with the true host times."""
     rng = np.random.default_rng(11)
     base, model, cluster = load_calibration(BASE), load_model(MODEL), load_cluster(CLUSTER)
     host = HostFit(step_s=TRUE_STEP_S, sequence_s=TRUE_SEQUENCE_S, prefill_s=base.host.prefill_s, source="true")
-    true = base.model_copy(update={"host": host})
+    true = of or base.model_copy(update={"host": host})
     costs = RolloutCostModel(model, cluster, true, resident_bytes=kept_bytes(model, FSDP))
     calls = calls_at(TRUE_EFFICIENCY)
     rows: dict[int, Metrics] = {}
@@ -351,6 +368,19 @@ def test_known_efficiencies_are_recovered(
     assert result.calibration.host.sequence_s == pytest.approx(TRUE_SEQUENCE_S, rel=0.05)
     assert any("both numbers fitted" in note for note in result.notes)
     assert error_of(result, "gen_s", "median") < 0.02
+
+
+def test_a_host_beside_the_gpu_is_kept_where_it_explains_the_run(tmp_path: Path) -> None:
+    """At this TP next to nothing of it is to be seen; at another it may decide."""
+    base = load_calibration("h100-sxm-vllm")
+    assert base.host.in_rollouts.overlapped
+    log = save(tmp_path, as_console(synthetic(steps=20, of=base)))
+    result = from_run(log, **RUN | {"calibration": base.name})
+    assert result.calibration.host == base.host
+    assert any("beside the GPU, explains the run as well" in note for note in result.notes)
+    assert error_of(result, "gen_s", "mean") == error_of(result, "gen_s", "base_mean")
+    slower = save(tmp_path, as_console(synthetic(steps=20)), "slower.log")
+    assert from_run(slower, **RUN | {"calibration": base.name}).calibration.host.step_s > 1e-3
 
 
 def test_a_run_that_speculates_is_not_fitted(rows: dict[int, Metrics], tmp_path: Path) -> None:

@@ -309,6 +309,37 @@ def test_generation_has_whole_parameters_where_training_shards_them() -> None:
     assert (calls_of.loc["old_log_prob_sync", "gpus"] == 0).all()
 
 
+def everywhere(**given: Any) -> dict[str, dict[str, Any]]:
+    """Calls of GRPO that all have this in the plan."""
+    return {"generate": {"tp": 2}} | dict.fromkeys(("old_log_prob", "ref_log_prob", "train"), given)
+
+
+@pytest.mark.parametrize("degrees", [{"tp": 2}, {"pp": 2}, {"cp": 2}, {"tp": 2, "cp": 2}])
+def test_a_call_is_spread_as_training_says_unless_the_plan_does(degrees: dict[str, int]) -> None:
+    """Weights wait in host memory, as a model that is not trained does without a plan."""
+    given = experiment(models={}, workflow={"algorithm": "grpo", "steps": 1}, training={"offload": True, **degrees})
+    alone = [{"verl": {"tp": 2}}, *planned(everywhere())]
+    own = planned(everywhere(tp=1, pp=1, cp=1))
+    steps = rlsim.run({**given, "systems": alone}).steps.set_index("system")["train_time_s"]
+    assert steps["planned"] == pytest.approx(steps["verl"], rel=1e-4)
+    plain = rlsim.run({**given, "systems": own}).steps["train_time_s"].iloc[0]
+    assert plain != pytest.approx(steps["planned"], rel=1e-3)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_new_weights_come_from_where_the_plan_leaves_them(backend: str) -> None:
+    def sync_s(training: bool, plan: bool) -> float:
+        given = {"backend": backend, "offload": training}
+        systems = planned(everywhere(offload=plan))
+        steps = rlsim.run(
+            experiment(models={}, workflow={"algorithm": "grpo", "steps": 1}, training=given, systems=systems)
+        ).steps
+        return float(steps["sync_time_s"].iloc[0])
+
+    assert sync_s(False, True) == sync_s(True, True) > 1.05 * sync_s(True, False)
+    assert sync_s(False, False) == sync_s(True, False)
+
+
 def test_the_heuristics_micro_batches_are_not_of_generation() -> None:
     cut, plain = {"megatron": {"micro_batches": 4}}, {"megatron": {}}
     systems = [{"name": name, "use": [part]} for name, part in (("cut", cut), ("plain", plain))]

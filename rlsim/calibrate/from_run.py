@@ -271,7 +271,8 @@ def _predicted(run: Run, training: TrainingShares | None, gen_s: Array) -> dict[
 def _report(
     run: Run, training: TrainingShares, times: RolloutTimes, host: HostTimes
 ) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
-    fitted = _predicted(run, training, times.total_s(host.step_s, host.sequence_s))
+    rollouts_s = times.before_s if host.kept else times.total_s(host.step_s, host.sequence_s)
+    fitted = _predicted(run, training, rollouts_s)
     base, backend = run.base.training, run.settings.backend
     flop = base.flop_efficiency.get(backend)
     share = flop and TrainingShares(flop, base.forward_efficiency.get(backend, flop), base.call_s.get(backend, 0.0))
@@ -345,7 +346,7 @@ def _calibration(
         notes,
         name=name,
         training=training,
-        host=host_fit(base, host.step_s, host.sequence_s, source),
+        host=base.host if host.kept else host_fit(base, host.step_s, host.sequence_s, source),
         residuals={**base.residuals, **residuals},
     )
 

@@ -276,8 +276,9 @@ class SpeculativeStep(StepCost):
 
     @property
     def best(self) -> StepCost:
-        own = self._speculation.model_copy(update={"dynamic": True})
-        return SpeculativeStep(self._plain, self._steps, own) if self.conditional else self
+        lucky = {"acceptance": 1.0} if self.drawn else {}  # no draw accepts more
+        own = self._speculation.model_copy(update={"dynamic": True, **lucky})
+        return SpeculativeStep(self._plain, self._steps, own) if self.conditional or lucky else self
 
     def _decode(self, batch: int, in_windows: InWindows | None) -> DecodeCurve:
         each = [self._token(drafted, batch, in_windows) for drafted in self._choices(batch)]

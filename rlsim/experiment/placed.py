@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import gcd
+from typing import Any
 
 from rlsim.base.refusals import refuse
 from rlsim.cost.bound import GenerationBound
@@ -56,7 +57,7 @@ class PlacedExperiment:
     generating: str = ""  # the call whose engine `generation` and what follows from it are about; empty: the first
     _crowded_steps: dict[int, StepCost] = field(default_factory=dict)
     _calls: dict[str, CallCosts] = field(default_factory=dict)  # by GPU
-    _bounds: dict[tuple[int, ...], GenerationBound] = field(default_factory=dict)  # by the degrees of replicas
+    _bounds: dict[tuple[int, ...], GenerationBound] = field(default_factory=dict)  # by TPs of replicas, and the batch
     _others: dict[str, PlacedExperiment] = field(default_factory=dict)  # of further calls that generate, by these
 
     @property
@@ -128,15 +129,19 @@ class PlacedExperiment:
         beside = f" ({apart} more are kept for the judge)" * bool(apart)
         of = "of the cluster" if gpus == len(self.gpus) else "that a call is to have"
         known = {"training": training, "loaded": self.loaded, "gpus": gpus, "share": share, "node": self._gpus_per_node}
-        refuse("spread", **known, apart=apart, of=of + beside, imbalance=EXPERT_IMBALANCE)
-        degrees = {name: getattr(training, name) for name in _DEGREES}
+        refuse("spread", **known, apart=apart, of=of + beside)
         cut = training.sequence_parallel and training.tp > 1
-        return replace(self.style, dp=gpus // share, sequence_parallel=cut, **degrees)
+        return replace(self.style, dp=gpus // share, sequence_parallel=cut, **self._degrees)
+
+    @property
+    def _degrees(self) -> dict[str, Any]:
+        return {name: getattr(self.loaded.experiment.training, name) for name in _DEGREES}
 
     @property
     def style(self) -> TrainStrategy:
         """The switches of training: micro-batches, ZeRO stage, recomputation, offload; no degrees."""
         training = self.loaded.experiment.training
+        refuse("training", training=training, loaded=self.loaded, imbalance=EXPERT_IMBALANCE)
         switches = {name: getattr(training, name) for name in _SWITCHES}
         return TrainStrategy(**{**switches, **training.kinds})
 
@@ -167,7 +172,7 @@ class PlacedExperiment:
             for call in workflow.calls:
                 check_mesh(call, plan.of(call.name), self.loaded.cluster)
         else:
-            loaded, limits = self.loaded, (self.training_strategy, self.style, self.reward_placement)
+            loaded, limits = self.loaded, (self.training_strategy, self.style, self._degrees, self.reward_placement)
             asked = PlanContext(
                 workflow, loaded.cluster, self.gpus, loaded.models, *limits, check=self.check, search=self._search
             )
@@ -233,25 +238,25 @@ class PlacedExperiment:
     def moving(self, model: str, source: Placement, call: str, target: Placement) -> Callable[[Layout, Layout], float]:
         """Seconds of a model's new weights from the layout of its training to one of the call, each on its GPUs."""
         if self.loads(call):
-            return self.weight_sync(model, source.gpus, target.gpus).time_s
+            return self.weight_sync(model, source, target.gpus).time_s
         return self.calls_on(source.gpus).reallocation(model, self.calls_on(target.gpus)).time_s
 
     def colocated_sync_s(self, model: str, strategy: TrainStrategy, rollout_tp: int, first_gpu: int) -> float:
         """Seconds of a model's new weights to generation on the GPUs of its training, from `first_gpu` on; of an engine
         that loads them with the time in which it falls asleep and wakes."""
         target = Layout(first_gpu=first_gpu, tp=rollout_tp // self.rollout_pp, pp=self.rollout_pp)
-        sync = self.weight_sync(model, (first_gpu,), (first_gpu,))
+        sync = self.weight_sync(model, Placement((first_gpu,), strategy), (first_gpu,))
         mapped = self.loaded.experiment.memory_utilization * self.loaded.cluster.gpu_at(first_gpu).memory_bytes
         mapped *= sync.method != "reshard"
         return sync.time_s(Layout.of(first_gpu, strategy), target) + 2 * mapped / REMAPPED_BYTES_PER_S
 
     def weight_sync(
-        self, model: str, source: Sequence[int], target: Sequence[int], method: SyncMethod | None = None
+        self, model: str, source: Placement, target: Sequence[int], method: SyncMethod | None = None
     ) -> WeightSync:
-        """Of a model's new weights from GPUs of training to others, by this method or that of the experiment."""
-        experiment, receiver = self.loaded.experiment, self.calls_on(target)
-        offload, method = experiment.training.offload, method or experiment.weight_sync
-        sync, drafts = self.calls_on(source).weight_sync(model, method, receiver, offload=offload), self.loaded.drafts
+        """Of a model's new weights from its training to other GPUs, by this method or that of the experiment."""
+        costs, drafts = self.calls_on(source.gpus), self.loaded.drafts
+        method, offload = method or self.loaded.experiment.weight_sync, (source.strategy or self.style).offload
+        sync = costs.weight_sync(model, method, self.calls_on(target), offload=offload)
         return replace(sync, factor=sync.factor * drafts.synced(sync.model)) if drafts else sync
 
     def trained_along(self, call: Call) -> float:
@@ -374,17 +379,18 @@ class PlacedExperiment:
             sequence_tokens=self.loaded.longest_sequence,
         )
 
-    def bound(self, tp: int) -> GenerationBound:
-        """What no schedule beats of all that generates, at any feasible degree or at `tp` GPUs (0: none other)."""
-        tps = tuple(sorted({*self.context.feasible_tps, tp} - {0}))
-        if tps not in self._bounds:
+    def bound(self, tp: int, together: float) -> GenerationBound:
+        """What no schedule beats of all that generates, at any feasible degree or at `tp` GPUs (0: none other), with so
+        many responses `together` at most."""
+        tps, batch = {*self.context.feasible_tps, tp} - {0}, min(together, self.loaded.engine.max_num_seqs)
+        known = (*sorted(tps), int(batch))
+        if known not in self._bounds:
             steps = {tp: self.rollout_costs.step(tp) for tp in tps}
-            batch = min(self.context.requests, self.loaded.engine.max_num_seqs)
             others = [(tp, self.hybrid_costs.step(tp)) for tp in tps] if self.hybrid_gpus else []
             others += [(tp, one.rollout_costs.step(tp)) for one in self.engines[1:] for tp in one.context.feasible_tps]
             gpus = len(self.gpus_of("generate")) + len(self.hybrid_gpus)
-            self._bounds[tps] = GenerationBound(steps, gpus, batch, others)
-        return self._bounds[tps]
+            self._bounds[known] = GenerationBound(steps, gpus, int(batch), others)
+        return self._bounds[known]
 
     @cached_property
     def reward_placement(self) -> Placement:

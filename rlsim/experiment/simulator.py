@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -153,7 +154,8 @@ class Simulator:
                 outcome = self.simulate(system, sampler)
             placed = self.placed(system)
             largest = max([rollout.initial_tp for rollout in outcome.rollouts], default=0)
-            bound = placed.bound(largest) if bounded else None
+            together = math.inf if endless(system) else max(map(len, outcome.responses))
+            bound = placed.bound(largest, together) if bounded else None
             sides = placed.gpus_of("generate"), placed.gpus_of("train")
             frames = frames_of(outcome, sampler, bound, self.loaded.cluster.gpus, self.window(system), *sides)
         finally:

@@ -192,7 +192,7 @@ KNOWN = 0.03
 #: More systems than these are counted, not listed.
 MOST_NAMES = 4
 #: Columns of `steps` that say what becomes of what is not trained on.
-PUT_OFF = ("put_back", "paused", "resumed", "dropped")
+PUT_OFF = ("put_back", "paused", "resumed", "dropped", "dropped_stale")
 #: From this share of preempted responses on, the results say so. Each of them is prefilled a second time with all its
 #: tokens and waits for room before; fewer are what a batch brings that happens to be long.
 CONSIDERABLE = 0.05
@@ -219,13 +219,13 @@ def idle_notes(steps: pd.DataFrame, deciding: Collection[str]) -> Iterator[str]:
 
 
 def tool_notes(steps: pd.DataFrame) -> Iterator[str]:
-    """How long responses were in tool calls, and waited for sandboxes and workers, by system, means of steps; and by
-    which weights turns were begun where these are not all the same."""
+    """How long responses were in tool calls, and waited for sandboxes and workers, by system, means of steady steps;
+    and by which weights turns were begun where these are not all the same."""
     if not steps["tool_calls_mean"].any():
         return
-    own = steps.groupby("system", sort=False)[["tool_s_mean", "tool_wait_s_mean"]].mean()
+    own = steps[steps["steady"]].groupby("system", sort=False)[["tool_s_mean", "tool_wait_s_mean"]].mean()
     each = [
-        f"{system} {row.tool_s_mean:,.0f} s in them, {row.tool_wait_s_mean:,.0f} s waiting for a sandbox or worker"
+        f"{system} {row.tool_s_mean:,.2f} s in them, {row.tool_wait_s_mean:,.2f} s waiting for a sandbox or worker"
         for system, row in zip(own.index, own.itertuples(), strict=True)
     ]
     yield f"tool calls of a response trained on: {'; '.join(each)}"
@@ -307,8 +307,9 @@ def _why(steady: pd.DataFrame) -> str:
     total = steady[["wasted_tokens", *PUT_OFF]].sum()
     reasons = [
         (total["put_back"] > 0, "prompts that are not finished in time are generated again later"),
+        (total["dropped_stale"] > 0, "prompts are dropped as too stale"),
         (total["paused"] + total["resumed"] > 0, "responses that are not finished in time go on in a later step"),
-        (total["dropped"] > 0, "prompts are dropped, for their rewards or as too stale"),
+        (total["dropped"] > 0, "prompts are dropped, for their rewards or with an aborted response"),
         (total["wasted_tokens"] > 0, "the first to finish are trained on and others dropped"),
     ]
     return next((text for applies, text in reasons if applies), "")

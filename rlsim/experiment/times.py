@@ -110,7 +110,7 @@ class ExperimentTimes:
     def relay(self, call: Call) -> Relay:
         placed, (source, *_) = self._placed, self._workflow.beside(call.name)[0]
         training, rollout = placed.plan.of(source), placed.generation
-        sync = placed.weight_sync(call.model, training.gpus, rollout.gpus, "bucketed")  # each replica takes them alone
+        sync = placed.weight_sync(call.model, training, rollout.gpus, "bucketed")  # each replica takes them alone
         start, pp = layout_of(training), placed.rollout_pp
         return Relay(sync.push_s(start), sync.spread_s(start, layout_of(rollout)), lambda tp: sync.pull_s(tp // pp, pp))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Literal, NamedTuple, Union
+from typing import Any, Literal, NamedTuple, Union
 
 from pydantic import PrivateAttr
 
@@ -100,6 +100,7 @@ class PlanContext:
     models: Mapping[str, Model]  # by role
     training: Callable[[int], TrainStrategy]  # how the experiment spreads a call over so many GPUs
     style: TrainStrategy  # the same without the degrees: micro-batches, ZeRO stage, recomputation, offload
+    degrees: Mapping[str, Any]  # the degrees alone: TP, PP, CP, EP, TP of experts
     reward: Placement  # of reward calls
     check: Callable[[Plan], None]  # raises `CapacityError` for a plan that does not fit
     search: Callable[[PlanSearch], Plan]  # the best plan that it finds

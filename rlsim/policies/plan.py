@@ -30,10 +30,10 @@ class CallPlan(Schema):
 
     gpus: str = "all"
     tp: int | None = Field(default=None, ge=1)
-    pp: int = Field(default=1, ge=1)
-    cp: int = Field(default=1, ge=1)
+    pp: int | None = Field(default=None, ge=1)
+    cp: int | None = Field(default=None, ge=1)
     dp: int | None = Field(default=None, ge=1)
-    ep: int = Field(default=1, ge=1)
+    ep: int | None = Field(default=None, ge=1)
     expert_tp: int | None = Field(default=None, ge=1)
     micro_batches: int | None = Field(default=None, ge=1, le=1_000_000)
     micro_batch_tokens: Annotated[Tokens, Field(ge=1)] | None = None
@@ -57,7 +57,8 @@ class ExplicitPlan(Schema, Placing):
             at, backward = plan.of(call.name), call.kind == "train"
             given: dict[str, Any] = {"gpus": f"{at.gpus[0]}-{at.gpus[-1]}", "memory_share": at.memory_share}
             if own := at.strategy:
-                given |= {key: getattr(own, key) for key in _DEGREES}
+                keys = _DEGREES if call.kind != "generate" else set(_DEGREES).intersection(_GENERATION)
+                given |= {key: getattr(own, key) for key in keys}
             if own and call.kind != "generate":
                 given |= {"zero_stage": own.zero_stage, "offload": own.offload}
                 if own.micro_batches is None and not own.sequences(backward=backward):  # else `training` has it
@@ -72,7 +73,7 @@ class ExplicitPlan(Schema, Placing):
             if name not in placed:
                 raise ConfigError(str(unknown_name("call in the plan", name, placed)))
         refuse("plan", missing=", ".join(sorted(placed.keys() - self.calls.keys())))
-        found: dict[str, Placement] = {}
+        style, found = replace(context.style, **context.degrees), dict[str, Placement]()
         for name, call in self.calls.items():
             gpus = _gpus(name, call.gpus, context.gpus)
             if placed[name].kind == "generate":
@@ -80,7 +81,7 @@ class ExplicitPlan(Schema, Placing):
                 found[name] = Placement(gpus, strategy, memory_share=call.memory_share, graphs=call.graphs)
             else:
                 refuse("planned call", name=name, call=call)
-                found[name] = Placement(gpus, _strategy(name, call, len(gpus), context.style))
+                found[name] = Placement(gpus, _strategy(name, call, len(gpus), style))
         return with_transfers(context.workflow, found, context.reward)
 
 
@@ -119,19 +120,18 @@ def _generation(name: str, call: CallPlan, gpus: int) -> TrainStrategy | None:
 
 
 def _strategy(name: str, call: CallPlan, gpus: int, style: TrainStrategy) -> TrainStrategy:
-    tp = call.tp or 1
-    share = tp * call.pp * call.cp
+    tp, pp, cp = call.tp or style.tp, call.pp or style.pp, call.cp or style.cp
+    share = tp * pp * cp
     dp = call.dp or max(gpus // share, 1)
-    refuse("planned degrees", name=name, dp=dp, tp=tp, call=call, share=share, gpus=gpus)
-    given = call.model_dump(exclude={"cp", *_GENERATION} - {"micro_batches"}, exclude_none=True)
+    refuse("planned degrees", name=name, dp=dp, tp=tp, pp=pp, cp=cp, share=share, gpus=gpus)
+    given = call.model_dump(exclude={"gpus", "memory_share", "graphs"}, exclude_none=True)
     if call.micro_batch_tokens is not None:
         own = ("log_prob_micro_batch_tokens", "micro_batch_sequences", "log_prob_micro_batch_sequences")
         given |= dict.fromkeys(own)  # the call's own budget holds, whatever its kind
-    if call.pp > 1 and style.zero_stage > 1 and call.zero_stage is None:
+    if pp > 1 and style.zero_stage > 1 and call.zero_stage is None:
         given["zero_stage"] = 1  # the other stages do not go with a pipeline
-    return replace(
-        style, dp=dp, tp=tp, pp=call.pp, cp=call.cp, sequence_parallel=style.sequence_parallel and tp > 1, **given
-    )
+    given |= {"dp": dp, "tp": tp, "pp": pp, "cp": cp}
+    return replace(style, sequence_parallel=style.sequence_parallel and tp > 1, **given)
 
 
 class REAL(Schema, Placing, Rewiring):

@@ -109,7 +109,7 @@ class Continuous(Batching):
 
     @hook("True or False", lambda value, *_: isinstance(value, bool))
     def awaited(self, staleness: int) -> bool:  # noqa: ARG002
-        """Whether a step that begins to take prompts keeps a place for one under way whose oldest token is so many
-        updates old, until it is ready.
+        """Whether a step takes a prompt whose oldest token is so many updates old before others, whatever its rank; for
+        one that is under way when it begins to take prompts it keeps a place until it is ready.
         """
         return False

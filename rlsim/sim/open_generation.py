@@ -270,7 +270,9 @@ class OpenGeneration(Generation, RolloutControl):
                 self._counts["relaunched"] += 1
                 samples = group.prompt.first_sample + len(group.requests)
                 self._again.append(group.prompt._replace(first_sample=samples))
-        usable = sorted(queue, key=batching.rank)
+        usable = sorted(
+            queue, key=lambda ready: (not batching.awaited(window.step - ready.version), batching.rank(ready))
+        )
         awaited = [ready for ready in usable if ready.prompt.position in window.awaited][: window.missing]
         window.awaited.difference_update(ready.prompt.position for ready in awaited)
         others = [ready for ready in usable if ready not in awaited] if awaited else usable

@@ -202,7 +202,10 @@ def mix(traces: Sequence[Trace]) -> Trace:
         notes=tuple(notes),
         known_tokens=max((t.meta.known_tokens for t in traces if t.meta.known_tokens), default=None),
     )
-    return make_trace(pd.concat(frames, ignore_index=True), meta, where=meta.name)
+    mixed = pd.concat(frames, ignore_index=True)
+    if "turns" in mixed:  # some of the traces have none
+        mixed["turns"] = mixed["turns"].astype(object).where(mixed["turns"].notna(), None)
+    return make_trace(mixed, meta, where=meta.name)
 
 
 def _writable(text: str) -> str:

@@ -14,11 +14,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pandas as pd
 
-from rlsim.base.tables import csv_errors, number_of, parse_json
+from rlsim.base.tables import UNREADABLE, csv_errors, number_of, open_data, parse_json
 from rlsim.errors import CalibrationError
 from rlsim.frameworks.verl.settings import VerlSettings
 from rlsim.trace.metrics import CONSOLES, LABELS, METRICS, begins_metrics
@@ -92,13 +92,12 @@ def read_log(path: str | Path) -> VerlLog:
     """
     path = Path(path)
     try:
-        with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        with _opened(path) as file:
             head = str(file.read(1 << 16))
     except FileNotFoundError:
         raise CalibrationError(f"{path}: no such file") from None
-    except OSError as error:
-        raise CalibrationError(f"{path}: cannot be read: {error.strerror}") from None
-    head = head.removeprefix("\ufeff")
+    except UNREADABLE as error:
+        raise CalibrationError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not head.strip():
         raise CalibrationError(f"{path}: the file is empty")
     notes: list[str] = []
@@ -111,6 +110,16 @@ def read_log(path: str | Path) -> VerlLog:
         records = _from_console(path, notes, config)
     names = dict.fromkeys(name for record in records for name in (*record.metrics, *record.unread))
     return VerlLog(path, _table(path, records, notes), tuple(names), config, tuple(notes))
+
+
+def _opened(path: Path) -> TextIO:
+    """The text of a file, decompressed if its name ends in .gz."""
+    return io.TextIOWrapper(open_data(path), encoding="utf-8-sig", errors="replace", newline="\n")
+
+
+def _text(path: Path) -> str:
+    with _opened(path) as file:
+        return file.read()
 
 
 def logged_config(path: str | Path) -> dict[str, Any]:
@@ -127,7 +136,7 @@ def _table(path: Path, records: Sequence[_Record], notes: list[str]) -> pd.DataF
     rows, numbers = [_row(path, record) for record in records], [record.step for record in records]
     frame = pd.DataFrame(rows, index=pd.Index(numbers, name="step"), columns=["line", *METRICS])
     if repeated := int(frame.index.duplicated().sum()):
-        notes.append(f"{repeated} steps were logged more than once: the last counts")
+        notes.append(f"{repeated} steps were logged more than once: of each metric the last value counts")
     # Validation and metrics of one step may be logged apart: the last value of each metric, sorted by step.
     steps = frame.groupby(level="step").last().astype({"line": int})
     if steps["log_probs_s"].notna().any():
@@ -202,7 +211,7 @@ def _from_console(path: Path, notes: list[str], config: VerlSettings) -> list[_R
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Numbered lines without colours; progress bars (split at carriage returns) share their line's number."""
-    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+    with _opened(path) as file:
         for number, line in enumerate(file, 1):
             for part in _ANSI.sub("", line).replace("\r\n", "\n").split("\r"):
                 yield number, part
@@ -225,7 +234,7 @@ def _take(record: _Record, holds: str, text: str) -> bool:
 
 
 def _add(records: list[_Record], record: _Record) -> None:
-    """Adds a record, or its metrics to that of the same step which has none of them: slime logs a step by parts."""
+    """Adds a record, or its metrics to that of the same step which has none of them: a step may be logged by parts."""
     for other in records[-4:]:
         if other.step == record.step and not other.metrics.keys() & record.metrics.keys():
             other.metrics |= record.metrics
@@ -279,7 +288,7 @@ class _ConfigDump:
 
 def _from_json(path: Path, notes: list[str]) -> list[_Record]:
     """JSON Lines of `{"step": n, "data": {…}}` or of flat records, or one JSON list of either."""
-    text = path.read_text(encoding="utf-8", errors="replace").removeprefix("\ufeff")
+    text = _text(path)
     one_list = text.lstrip().startswith("[")
     texts, items = [text] if one_list else text.split("\n"), list[Any]()
     for number, part in enumerate(texts, 1):
@@ -300,7 +309,7 @@ def _from_json(path: Path, notes: list[str]) -> list[_Record]:
             raise CalibrationError(f'{path}:{number}: expected a record such as {{"step": 12, "data": {{…}}}}')
         if not isinstance(data := item.get("data", item), dict):
             raise CalibrationError(f"{path}:{number}: data is not a record of metrics")
-        records.append(_record(path, number, data, item.get("step")))
+        _add(records, _record(path, number, data, item.get("step")))
     return records
 
 
@@ -335,7 +344,7 @@ def _bare(column: str) -> str:
 
 def _from_csv(path: Path) -> list[_Record]:
     """A table with one row per step and metric names as columns, or one row per value (tag, step, value)."""
-    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    text = _text(path)
     with csv_errors(path, CalibrationError):
         table = pd.read_csv(io.StringIO(text), dtype=str, skip_blank_lines=False, index_col=False)
     table["line"] = range(2, len(table) + 2)
