@@ -180,7 +180,17 @@ class PlacedExperiment:
             refuse("placing", gpus=self.gpus, kept=len(self._gpus_apart))
             check_meshes(workflow, plan, self.loaded.cluster)
             plan = self._without_idle_syncs(plan)
-        return beside_generation(plan, workflow, self._streamed)
+        return beside_generation(self._with_critics_own(plan), workflow, self._streamed)
+
+    def _with_critics_own(self, plan: Plan) -> Plan:
+        """The plan with the critic's own recomputation, where the plan does not say another than the actor's."""
+        training, placements = self.loaded.experiment.training, dict(plan.placements)
+        for call in (call for call in self.workflow.calls if (call.model, call.kind) == ("critic", "train")):
+            at = plan.of(call.name)
+            if training.critic_recompute and at.strategy and at.strategy.recompute == training.recompute:
+                strategy = replace(at.strategy, recompute=training.critic_recompute)
+                placements[call.name] = replace(at, strategy=strategy)
+        return Plan(placements)
 
     def _without_idle_syncs(self, plan: Plan) -> Plan:
         """The plan with no GPUs for weight syncs where every GPU has the weights that it needs already."""

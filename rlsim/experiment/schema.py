@@ -157,6 +157,7 @@ class TrainingSpec(Schema):
     weights: WeightType = "fp32"
     sequence_parallel: bool = True
     recompute: Recompute = "full"
+    critic_recompute: Recompute | None = None
     packing: Packing = "balanced"
     logits: Logits | None = None
     attention: AttentionKernel | None = None

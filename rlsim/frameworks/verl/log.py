@@ -303,7 +303,7 @@ def _from_json(path: Path, notes: list[str]) -> list[_Record]:
         items += enumerate(found, 1) if one_list else [(number, found)] * bool(part.strip())
     if not items and not one_list:
         raise CalibrationError(f"{path}: no whole line of JSON")
-    records = []
+    records: list[_Record] = []
     for number, item in items:
         if not isinstance(item, dict):
             raise CalibrationError(f'{path}:{number}: expected a record such as {{"step": 12, "data": {{…}}}}')
@@ -357,7 +357,7 @@ def _from_csv(path: Path) -> list[_Record]:
         raise CalibrationError(f"{path}: {twice[0]} stands in more than one column; export one run at a time")
     if not set(_STEP_NAMES) & set(names):
         raise CalibrationError(f"{path}: no step column; expected one of: {', '.join(_STEP_NAMES)}")
-    records = []
+    records: list[_Record] = []
     for row in table.to_dict("records"):
         cells = {name: row[column] for column, name in zip(columns, names, strict=True)}
         told = {name: cell for name, cell in cells.items() if isinstance(cell, str) and cell.strip()}

@@ -104,7 +104,7 @@ def facts_of(loaded: LoadedExperiment) -> dict[str, Any]:
         "fully": bool({"verl_fully_async", "skyrl_async"} & policies),
         "v1": "verl_fully_async" in policies and parameters.get("per_replica", 0) is None,
         "release": float(experiment.framework.partition(" ")[2] or math.inf),
-        "updates": training.mini_batches, "rewarded": "reward" in loaded.models,
+        "updates": training.mini_batches, "rewarded": "reward" in loaded.models, "critic": "critic" in loaded.models,
         "megatron": training.backend == "megatron", "fsdp": training.backend == "fsdp",
         "dynamic": training.micro_batch_sequences is None, "experts": loaded.model.num_experts > 0,
         "cpu_optimizer": training.cpu_optimizer > 0,
