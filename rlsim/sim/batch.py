@@ -9,18 +9,17 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from heapq import heappop, heappush
+from heapq import heappush
 from itertools import accumulate
 from math import ceil, fsum
 from operator import attrgetter
 
 from rlsim.cost.curve import DecodeCurve, InWindows
 from rlsim.cost.step import PLAIN_KV, Chunk, KvShape, StepCost
+from rlsim.sim.awaited import EVER, Awaited
 from rlsim.sim.prefix_cache import PrefixCache
 from rlsim.sim.request import Request
 from rlsim.sim.windows import AttentionChunks, WindowTokens
-
-_EVER = 2**62  # more steps than any response has
 
 
 class RunningBatch:
@@ -28,8 +27,7 @@ class RunningBatch:
 
     `skew` is the share of the padding to the longest context that a step pays for (`StepCost.skew`). With
     `chunk_tokens` above 0 it knows when a response reaches a multiple of so many tokens. `kv` is what a sequence keeps
-    there: pages are counted in its units. A request that left and came back has a new admission number; entries of
-    older ones are stale and skipped.
+    there: pages are counted in its units.
     """
 
     def __init__(
@@ -59,10 +57,8 @@ class RunningBatch:
         self._same_level = 0  # steps for which `length_level` is known to hold, from where it was asked; 0: it was not
         self.cache: PrefixCache | None = None  # where requests may find anything
         self.pinned_pages = 0  # that requests keep which are not here
-        self._finishing: list[tuple[int, int, Request]] = []  # heap of (step it leaves at, admission number, request)
-        self._longest: list[tuple[int, int, Request]] = []  # heap of (-offset, …), kept only where skew costs time
         self._chunk_tokens = chunk_tokens
-        self._chunks: list[tuple[int, int, Request]] = []  # heap of (step that completes its next chunk, …)
+        self.clear()
         self._turns = [0] * page_tokens  # i: pages that a decode step at counter i (modulo the page size) begins
         self._round = 0  # their sum: pages begun in as many steps as a page has tokens
 
@@ -82,32 +78,41 @@ class RunningBatch:
 
     def join(self, requests: Sequence[Request]) -> None:
         """Take in requests whose context is in the KV cache."""
-        step, page, turns, finishing = self.step, self._page_tokens, self._turns, self._finishing
-        longest, windows = self._longest if self._skew else None, self._windows
+        step, finishing, windows = self.step, self._finishing, self._windows
+        longest = self._longest if self._skew else None
+        for request in requests:
+            order, generated = request.order, request.generated
+            request.offset = offset = request.prompt_tokens + generated - step
+            heappush(finishing, (step + request.limit_tokens - generated, order, request))
+            if longest is not None:
+                heappush(longest, (-offset, order, request))
+            if windows is not None:
+                windows.join(request, step)
+        self._count(requests, 1)
+        if self._chunk_tokens:
+            self._await_chunks(requests)
+
+    def _count(self, requests: Sequence[Request], sign: int) -> None:
+        """Count requests in whose offsets are set, or (`sign` -1) out."""
+        step, page, turns, windows = self.step, self._page_tokens, self._turns, self._windows
         each, more, plain = self._kv.late_units, self._kv.page_units - self._kv.late_units, self.plain
         tokens = final = pages = 0
         begun = each * len(requests)
         for request in requests:
-            order, generated = request.order, request.generated
-            context = request.prompt_tokens + generated
-            offset = request.offset = context - step
+            offset = request.offset
+            context = offset + step
             tokens += context
             final += request.prompt_tokens + request.limit_tokens
             pages += -(-context // page) if plain else self.pages_of(context)
-            turns[-offset % page] += each
-            if windows is not None and windows.join(request, step):
-                turns[-offset % page] += more
+            turns[-offset % page] += sign * each
+            if windows is not None and windows.count(request, step, sign):
+                turns[-offset % page] += sign * more
                 begun += more
-            heappush(finishing, (step + request.limit_tokens - generated, order, request))
-            if longest is not None:
-                heappush(longest, (-offset, order, request))
-        self.tokens += tokens
-        self.pages += pages
-        self._round += begun
-        self._final_tokens += final
-        self.size += len(requests)
-        if self._chunk_tokens:
-            self._await_chunks(requests)
+        self.tokens += sign * tokens
+        self.pages += sign * pages
+        self._round += sign * begun
+        self._final_tokens += sign * final
+        self.size += sign * len(requests)
 
     def _await_chunks(self, requests: Sequence[Request]) -> None:
         """Note down when these requests complete their next chunk, unless they finish or pause by then."""
@@ -115,7 +120,7 @@ class RunningBatch:
             generated = request.offset + self.step - request.prompt_tokens
             ahead = self._chunk_tokens - generated % self._chunk_tokens
             if generated + ahead < request.limit_tokens:
-                heappush(self._chunks, (self.step + ahead, request.order, request))
+                self._chunks.add(self.step + ahead, request)
 
     def advance(self, steps: int) -> None:
         """Every request has generated so many tokens more."""
@@ -137,39 +142,18 @@ class RunningBatch:
 
     def leave(self, requests: Sequence[Request]) -> None:
         """Let go of requests, their tokens brought up to date."""
-        step, page, turns, windows = self.step, self._page_tokens, self._turns, self._windows
-        each, more, plain = self._kv.late_units, self._kv.page_units - self._kv.late_units, self.plain
-        cache = self.cache
-        tokens = final = pages = 0
-        begun = each * len(requests)
+        step, cache = self.step, self.cache
+        self._count(requests, -1)
         for request in requests:
-            offset = request.offset
-            context = offset + step
+            context = request.offset + step
             if cache:
                 cache.release(request, context - 1)  # the last token's KV comes with the next step
-            turns[-offset % page] -= each
-            if windows is not None and windows.leave(request, step):
-                turns[-offset % page] -= more
-                begun += more
             request.generated = context - request.prompt_tokens
             request.order = 0
-            tokens += context
-            pages += -(-context // page) if plain else self.pages_of(context)
-            final += request.prompt_tokens + request.limit_tokens
-        self.tokens -= tokens
-        self.pages -= pages
-        self._final_tokens -= final
-        self._round -= begun
-        self.size -= len(requests)
 
     def complete(self) -> list[Request]:
         """Let go of the requests that are complete or have used up their budget, and return them."""
-        heap, step = self._finishing, self.step
-        finished = []
-        while heap and heap[0][0] <= step:
-            _, order, request = heappop(heap)
-            if request.order == order:
-                finished.append(request)
+        finished = self._finishing.due(self.step)
         if finished:
             self.leave(finished)
         return finished
@@ -235,26 +219,16 @@ class RunningBatch:
         self._turns = [0] * self._page_tokens
         self.clear()
 
-    def _steps_to_chunk(self, most: int) -> int:
-        """Steps until the next chunk is complete; `most` if none is awaited any more."""
-        heap = self._chunks
-        while heap and heap[0][2].order != heap[0][1]:
-            heappop(heap)
-        return heap[0][0] - self.step if heap else most
-
     def chunks_complete(self) -> list[tuple[Request, int]]:
         """The requests whose next chunk is complete, and what they have generated (tokens); they go on."""
-        heap, step = self._chunks, self.step
-        reached = []
-        while heap and heap[0][0] <= step:
-            _, order, request = heappop(heap)
-            if request.order == order:
-                reached.append(request)
+        reached = self._chunks.due(self.step)
         self._await_chunks(reached)
-        return [(request, request.offset + step - request.prompt_tokens) for request in reached]
+        return [(request, request.offset + self.step - request.prompt_tokens) for request in reached]
 
     def clear(self) -> None:
-        self._finishing, self._longest, self._chunks = [], [], []
+        self._finishing = Awaited()  # by the step that they leave at
+        self._longest = Awaited()  # by -offset, kept only where skew costs time
+        self._chunks = Awaited()  # by the step that completes the next chunk
         if self._windows is not None:
             self._windows.clear()
 
@@ -296,7 +270,7 @@ class RunningBatch:
     def _steps_that_fit(self, room_pages: int) -> int:
         """The most steps from now after which so many pages suffice; they do now."""
         if not self._round:
-            return _EVER
+            return EVER
         rounds, left = divmod(room_pages - self.pages, self._round)
         first = self.step % self._page_tokens
         begun = list(accumulate(self._turns[first:] + self._turns[:first]))
@@ -316,16 +290,11 @@ class RunningBatch:
     def steps_ahead(self) -> int:
         """Decode steps until the first response leaves or completes a chunk, or the next step's pages are missing, or
         begin to be those to spare."""
-        heap = self._finishing
-        finish, order, request = heap[0]
-        while request.order != order:
-            heappop(heap)
-            finish, order, request = heap[0]
-        steps = finish - self.step
+        steps = self._finishing.first() - self.step
         if self._same_level:
             steps = min(steps, self._same_level)
         if self._chunks:
-            steps = min(steps, self._steps_to_chunk(steps))
+            steps = min(steps, self._chunks.first(EVER) - self.step)
         if self._windows is not None:
             steps = self._windows.steps_ahead(self.step, steps)
         if self._fits(self.tokens + self.size * (steps - 1)):
@@ -343,7 +312,7 @@ class RunningBatch:
         total = fsum([max(request.predicted_tokens, generated) for request, generated in have])
         level = bisect_right(lengths, total / self.size)
         ahead = [request.predicted_tokens - generated for request, generated in have]
-        self._same_level = min((ceil(tokens) for tokens in ahead if tokens > 0), default=_EVER)
+        self._same_level = min((ceil(tokens) for tokens in ahead if tokens > 0), default=EVER)
         growing = sum(tokens <= 0 for tokens in ahead)
         if growing and level < len(lengths):
             self._same_level = min(self._same_level, max(int((lengths[level] * self.size - total) / growing), 1))
@@ -354,11 +323,7 @@ class RunningBatch:
         skew = self._skew
         if not skew or not self.size:
             return self.tokens
-        heap = self._longest
-        least, order, request = heap[0]
-        while request.order != order:
-            heappop(heap)
-            least, order, request = heap[0]
+        least = self._longest.first()
         return self.tokens + skew * (self.size * (self.step - least) - self.tokens)
 
     def in_windows(self, padded_tokens: float) -> InWindows | None:

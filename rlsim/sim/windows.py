@@ -6,9 +6,8 @@ grow by the same number in every step, so that a jump ends there and everything 
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
-
 from rlsim.cost.curve import InWindows
+from rlsim.sim.awaited import EVER, Awaited
 from rlsim.sim.request import Request
 
 
@@ -22,39 +21,30 @@ class WindowTokens:
     def clear(self) -> None:
         self.growing = 0  # requests with shorter contexts
         self._offsets = 0  # sum of their offsets from the step counter
-        self._outgrowing: list[tuple[int, int, Request]] = []  # heap of (step it is as long at, admission number, …)
+        self._outgrowing = Awaited()  # by the step at which a context is as long
 
-    def join(self, request: Request, step: int) -> bool:
-        """Take in a request whose offset is set; whether its context is shorter than the window."""
+    def join(self, request: Request, step: int) -> None:
+        """Await that a request, whose offset is set, outgrows its window."""
+        if request.offset + step < self._window:
+            self._outgrowing.add(self._window - request.offset, request)
+
+    def count(self, request: Request, step: int, sign: int) -> bool:
+        """Count a request in, or (`sign` -1) out; whether its context is shorter than the window."""
         if request.offset + step >= self._window:
             return False
-        self.growing += 1
-        self._offsets += request.offset
-        heappush(self._outgrowing, (self._window - request.offset, request.order, request))
-        return True
-
-    def leave(self, request: Request, step: int) -> bool:
-        """Let go of a request that still has its admission number; whether its context is shorter than the window."""
-        if request.offset + step >= self._window:
-            return False
-        self.growing -= 1
-        self._offsets -= request.offset
+        self.growing += sign
+        self._offsets += sign * request.offset
         return True
 
     def outgrown(self, step: int) -> list[Request]:
-        heap, found = self._outgrowing, []
-        while heap and (heap[0][0] <= step or heap[0][2].order != heap[0][1]):
-            _, order, request = heappop(heap)
-            if request.order == order:
-                self.growing -= 1
-                self._offsets -= request.offset
-                found.append(request)
+        found = self._outgrowing.due(step)
+        self.growing -= len(found)
+        self._offsets -= sum([request.offset for request in found])
         return found
 
     def steps_ahead(self, step: int, most: int) -> int:
         """Steps until the next context is as long as the window, or `most`."""
-        self.outgrown(step)
-        return min(most, self._outgrowing[0][0] - step) if self._outgrowing else most
+        return min(most, self._outgrowing.first(EVER) - step)
 
     def read(self, step: int, size: int, padded_tokens: float, skew: float) -> InWindows | None:
         """What `size` requests read in windows, as a line over their padded context tokens, `padded_tokens` now.
@@ -80,30 +70,23 @@ class AttentionChunks(WindowTokens):
     def _start(self, request: Request, step: int) -> int:
         return (request.offset + step - 1) // self._window * self._window
 
-    def join(self, request: Request, step: int) -> bool:
-        """Take in a request whose offset is set; all layers keep the page that it fills."""
-        start = self._start(request, step)
-        self.growing += start > 0
-        self._offsets += request.offset - start
-        heappush(self._outgrowing, (start + self._window + 1 - request.offset, request.order, request))
-        return True
+    def join(self, request: Request, step: int) -> None:
+        """Await that a request, whose offset is set, enters its next chunk."""
+        self._outgrowing.add(self._start(request, step) + self._window + 1 - request.offset, request)
 
-    def leave(self, request: Request, step: int) -> bool:
-        """Let go of a request that still has its admission number; all layers keep the page that it fills."""
+    def count(self, request: Request, step: int, sign: int) -> bool:
+        """Count a request in, or (`sign` -1) out; all layers keep the page that it fills."""
         start = self._start(request, step)
-        self.growing -= start > 0
-        self._offsets -= request.offset - start
+        self.growing += sign * (start > 0)
+        self._offsets += sign * (request.offset - start)
         return True
 
     def outgrown(self, step: int) -> list[Request]:
-        heap, found = self._outgrowing, []
-        while heap and (heap[0][0] <= step or heap[0][2].order != heap[0][1]):
-            at, order, request = heappop(heap)
-            if request.order == order:
-                self.growing += self._start(request, step) == self._window
-                self._offsets -= self._window
-                heappush(heap, (at + self._window, order, request))
-                found.append(request)
+        found = self._outgrowing.due(step)
+        for request in found:
+            self.growing += self._start(request, step) == self._window
+            self._offsets -= self._window
+            self._outgrowing.add(step + self._window, request)
         return found
 
     def pages_left_behind(self, request: Request, step: int, page_tokens: int) -> int:
@@ -117,7 +100,6 @@ class AttentionChunks(WindowTokens):
             return None
         padded = float(self._offsets + size * step)
         if skew:
-            self.outgrown(step)
-            longest = self._window + 1 + step - self._outgrowing[0][0]  # of the next one to enter another chunk
+            longest = self._window + 1 + step - self._outgrowing.first()  # of the next one to enter another chunk
             padded += skew * (size * longest - padded)
         return InWindows(padded - padded_tokens, 1.0)
