@@ -30,6 +30,8 @@ from rlsim.workflow.plan import Placement
 class Generation:
     """What every way to generate has: the version of the weights, and how a rollout begins and is written down."""
 
+    scores = False  # whether it has responses scored, before a step takes them
+
     def __init__(self, machine: Machine, costs: RolloutCosts, tp: int) -> None:
         self.version = 0  # of the rollout's weights: updates so far
         self.planned_tp = tp  # that the next rollout is to begin with

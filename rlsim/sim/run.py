@@ -111,8 +111,6 @@ class _Run(Machine):
                 return partial(self._from_queue, generation)
             if call.name in self.updating:
                 return partial(self._update, generation)
-            if call.kind == "reward" and generation.scores:
-                return self._scored_before
         elif call.kind == "generate":
             return partial(self._generate, generation)
         if call.kind == "reward":
@@ -137,6 +135,7 @@ class _Run(Machine):
             yield self.done[call.name, step - 1]  # steps are trained in their order, however soon a later one is ready
         ready_at = self.env.now
         ran = yield from run(call, step, placement)
+        self.steps[step].flow.close(call.name)
         when = (ready_at if isnan(ran.ready_at) else ran.ready_at, ran.start_at, self.env.now)
         record = CallRecord(step, call.name, call.kind, call.model, *when, len(placement.gpus), ran.parts, ran.samples)
         self.outcome.calls.append(record)
@@ -145,14 +144,17 @@ class _Run(Machine):
 
     def _at_once(self, call: Call, step: int, placement: Placement) -> _Process[Ran]:
         """All of a call, on all its GPUs."""
-        state = self.steps[step]
+        return self._work(self.steps[step].trained_on(self.takes[call.name]), call, step, placement)
+
+    def _work(
+        self, samples: Sequence[Request], call: Call, step: int, placement: Placement, windows: int = 1
+    ) -> _Process[Ran]:
+        """A call on these samples, those of one of so many windows of the batch, on all its GPUs."""
         self._begins(call, step)
         yield self.pool.acquire(placement.gpus, call.kind)
-        start_at, batch = self.env.now, state.trained_on(self.takes[call.name])
-        parts = self._parts(call, placement, batch)
+        start_at, parts = self.env.now, self._parts(call, placement, samples, windows)
         yield from self._occupy(call, step, placement.gpus, parts)
-        state.flow.deliver(call.name, batch)
-        state.flow.close(call.name)
+        self.steps[step].flow.deliver(call.name, samples)
         return Ran(start_at, parts)
 
     def _occupy(self, call: Call, step: int, gpus: tuple[int, ...], parts: Parts) -> _Process[None]:
@@ -211,20 +213,13 @@ class _Run(Machine):
 
     def _in_pieces(self, call: Call, step: int, placement: Placement) -> _Process[Ran]:
         """A call on samples as they come, then what it does once at the end."""
-        flow = self.steps[step].flow
-        inbox = flow.inboxes[call.name]
+        inbox = self.steps[step].flow.inboxes[call.name]
         yield inbox.first
-        ready_at = self.env.now
-        work = self._elastic(inbox, call, step, placement)
-        work.on_done = lambda samples: flow.deliver(call.name, samples)
-        yield work.done
-        flow.close(call.name)
-        yield from self._finish(work, call, step, placement)
-        start_at = min(work.started_at, self.env.now)
-        return Ran(start_at, tuple(work.parts_s.items()), tuple(work.samples), ready_at)
+        return (yield from self._elastic(inbox, call, step, placement))
 
-    def _elastic(self, inbox: Inbox, call: Call, step: int, placement: Placement) -> ElasticCall:
-        recorder, state = Recorder(self.outcome.spans, step), self.steps[step]
+    def _elastic(self, inbox: Inbox, call: Call, step: int, placement: Placement) -> _Process[Ran]:
+        """The same on the samples of an inbox, of which some are there."""
+        recorder, state, ready_at = Recorder(self.outcome.spans, step), self.steps[step], self.env.now
         self._begins(call, step)
 
         def slowdown(gpus: tuple[int, ...]) -> float:
@@ -242,13 +237,14 @@ class _Run(Machine):
         work = ElasticCall(self.env, self.pool, placement.replicas(), pieces, *what)
         if pieces.guests:
             self.elastic.append(work)
-        return work
-
-    def _finish(self, work: ElasticCall, call: Call, step: int, placement: Placement) -> _Process[None]:
+        work.on_done = partial(state.flow.deliver, call.name)
+        yield work.done
+        state.flow.close(call.name)
         if finish := tuple(work.finish):
             yield self.pool.acquire(placement.gpus, call.kind)
             yield from self._occupy(call, step, placement.gpus, finish)
         _add(work.parts_s, finish)
+        return Ran(min(work.started_at, self.env.now), tuple(work.parts_s.items()), tuple(work.samples), ready_at)
 
     def _in_windows(self, call: Call, step: int, placement: Placement) -> _Process[Ran]:
         """A call on equal parts of the batch, one after the other, each whole and on all GPUs, or in pieces.
@@ -273,20 +269,13 @@ class _Run(Machine):
             samples, taken = inbox.samples[taken:end], end
             if self.what.workflow.elastic and call.kind == "train":
                 work = self._elastic(closed(env, samples), call, step, placement)
-                yield work.done
-                yield from self._finish(work, call, step, placement)
-                start, parts = work.started_at, tuple(work.parts_s.items())
             else:
-                self._begins(call, step)
-                yield self.pool.acquire(placement.gpus, call.kind)
-                start, parts = env.now, self._parts(call, placement, samples, windows)
-                yield from self._occupy(call, step, placement.gpus, parts)
-            start_at = start if isnan(start_at) else start_at
-            _add(parts_s, parts)
-            state.flow.deliver(call.name, samples)
+                work = self._work(samples, call, step, placement, windows)
+            ran = yield from work
+            start_at = ran.start_at if isnan(start_at) else start_at
+            _add(parts_s, ran.parts)
             if call.kind == "train":
                 state.trained[window][call.name].succeed()
-        state.flow.close(call.name)
         start_at = ready_at if isnan(start_at) else start_at  # of a batch of none
         return Ran(start_at, tuple(parts_s.items()), ready_at=ready_at)
 
@@ -339,17 +328,17 @@ class _Run(Machine):
             self.what.control.on_scored(ScoringReport(step, state.chunk_tokens, stage_s, tokens))
 
     def _reward(self, call: Call, step: int, placement: Placement) -> _Process[Ran]:
-        """Score responses as they are offered, but for those that an earlier step has had scored; over when all of the
-        batch have their rewards."""
+        """Score responses as they are offered, but for those that an earlier step has had scored, or a rollout for all
+        steps; over when all of the batch have their rewards."""
         env, state, desk = self.env, self.steps[step], self.desk
         inbox, flow = state.flow.inboxes[call.name], state.flow
         yield inbox.first
         if state.judge_ready_at > env.now:
             yield env.timeout(state.judge_ready_at - env.now)
-        while earlier := [judge for of, judge in self.judges if of < step]:  # it answers for one step at a time
+        while earlier := [judge for of, judge in self.judges if 0 <= of < step]:  # it answers for one step at a time
             yield earlier[0].closed
         start_at = env.now
-        judge = self._judge(call, step, self._beside(placement, step))
+        judge = None if self.generation.scores else self._judge(call, step, self._beside(placement, step))
         missing: set[int] = set()  # of the batch, once it is known
         complete = env.event()
 
@@ -379,18 +368,6 @@ class _Run(Machine):
         if judge:
             judge.close()
             self.judges.remove((step, judge))
-        flow.close(call.name)
-        return Ran(start_at, ready_at=start_at)
-
-    def _scored_before(self, call: Call, step: int, _: Placement) -> _Process[Ran]:
-        """Pass on responses that a rollout for all steps has had scored; over when the step has its batch."""
-        flow = self.steps[step].flow
-        inbox = flow.inboxes[call.name]
-        yield inbox.first
-        start_at = self.env.now
-        inbox.listen(lambda samples: flow.deliver(call.name, samples))
-        yield inbox.closed
-        flow.close(call.name)
         return Ran(start_at, ready_at=start_at)
 
     def _served(
