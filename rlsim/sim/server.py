@@ -7,7 +7,6 @@ docs/engine.md is the specification.
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -121,7 +120,6 @@ class _Sequence:
     there: int = 0  # tokens of prompt and response that have come
     done: int = 0  # of these, the ones in the KV cache
     pages: int = 0  # that those hold, or will at the end of the iteration
-    queued: bool = False  # some of them are neither in the cache nor on their way there
     on_scored: Callable[[Request], None] | None = None  # set once all of it has come
 
 
@@ -150,10 +148,9 @@ class _PrefillReplica:
         self._capacity_pages = capacity_pages
         self._label = f"replica {index}"
         self._pages = 0
-        self._queue: deque[_Sequence] = deque()
-        self._holding: list[_Sequence] = []  # with KV, by arrival
+        self._queue: dict[_Sequence, None] = {}  # some of their tokens are neither in the cache nor on their way there
+        self._holding: dict[_Sequence, None] = {}  # with KV
         self._working: list[_Sequence] = []
-        self._cut: _Sequence | None = None  # the one of these that gets less than it has waiting
         self._closed = False
         self._sleep = Sleep(env)  # while there is nothing to do
         env.process(self._run())
@@ -161,18 +158,14 @@ class _PrefillReplica:
     def add(self, sequence: _Sequence, tokens: int) -> None:
         self.tokens += tokens - sequence.there
         sequence.there = tokens
-        if not sequence.queued:
-            sequence.queued = True
-            self._queue.append(sequence)
+        self._queue.setdefault(sequence)
         self._wake()
 
     def drop(self, sequence: _Sequence) -> None:
         """Nobody wants it any more. One that is being worked on keeps its pages to the end of the iteration."""
         self.tokens -= sequence.there
         sequence.there, sequence.on_scored = 0, None
-        if sequence.queued:
-            self._queue.remove(sequence)
-            sequence.queued = False
+        self._queue.pop(sequence, None)
         if sequence not in self._working:
             self._free(sequence)
 
@@ -214,18 +207,16 @@ class _PrefillReplica:
         left, page = self._config.max_num_batched_tokens, self._config.page_tokens
         work: list[Chunk] = []
         while self._queue and left and len(work) < self._config.max_num_seqs:
-            sequence = self._queue[0]
+            sequence = next(iter(self._queue))
             missing = sequence.there - sequence.done
             new = min(missing, left)
-            self._cut = sequence if new < missing else None
             pages = -(-(sequence.done + new) // page)
             if not self._make_room(sequence, pages):
                 break
-            self._queue.popleft()
-            sequence.queued = False
+            if new == missing:  # else it is cut, and goes before those whose tokens came later
+                del self._queue[sequence]
             self._working.append(sequence)
-            if not sequence.pages:
-                self._holding.append(sequence)
+            self._holding.setdefault(sequence)
             self._pages += pages - sequence.pages
             sequence.pages = pages
             work.append(Chunk(new, sequence.done))
@@ -247,8 +238,7 @@ class _PrefillReplica:
     def _free(self, sequence: _Sequence) -> None:
         self._pages -= sequence.pages
         sequence.pages = sequence.done = 0
-        if sequence in self._holding:
-            self._holding.remove(sequence)
+        self._holding.pop(sequence, None)
 
     def _end(self, work: Sequence[Chunk]) -> None:
         working, self._working = self._working, []
@@ -256,13 +246,7 @@ class _PrefillReplica:
             sequence.done += chunk.new_tokens
             if not sequence.there:  # dropped meanwhile
                 self._free(sequence)
-            elif sequence.done < sequence.there:
-                if sequence is self._cut:  # before those whose tokens came later
-                    if sequence.queued:
-                        self._queue.remove(sequence)
-                    sequence.queued = True
-                    self._queue.appendleft(sequence)
-            elif sequence.on_scored:
+            elif sequence.done == sequence.there and sequence.on_scored:
                 self.tokens -= sequence.there
                 self._free(sequence)
                 sequence.on_scored(sequence.request)
