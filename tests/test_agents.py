@@ -263,7 +263,7 @@ def test_pinned_kv_keeps_others_waiting_and_is_found_again() -> None:
     def keeping(keep: Any) -> tuple[float, int]:
         calls = ((1, 1, 30.0),), (), ()
         rollout, _ = play(*calls, where=EnvironmentConfig(keep_kv=keep), pages=23, max_num_seqs=2)
-        return rollout.requests[2].first_token_at, rollout.replicas[0].hit_tokens
+        return rollout.requests[2].first_token_at, rollout.replicas[0].scheduler.hit_tokens
 
     assert keeping("idle") == (3.0 + 2.0, 0)  # it begins at once; what both need on their way is taken from the first
     assert keeping("pinned") == (3.0 + 3.0 + 2.0, 8)  # when the second has done its three steps

@@ -157,8 +157,8 @@ def check_equal(work: Workload, rollout: Rollout, expected: RefResult) -> None:
         assert requests[i].first_token_at == pytest.approx(first_at, rel=CLOSE, abs=0), f"first token of {i}"
     assert rollout.env.now == pytest.approx(expected.end_at, rel=CLOSE, abs=0)
     assert len(rollout.switches) == len(expected.switches)
-    assert sum(replica.hit_tokens for replica in rollout.replicas) == expected.hit_tokens
-    assert sum(replica.loaded_tokens for replica in rollout.replicas) == expected.loaded_tokens
+    assert sum(replica.scheduler.hit_tokens for replica in rollout.replicas) == expected.hit_tokens
+    assert sum(replica.scheduler.loaded_tokens for replica in rollout.replicas) == expected.loaded_tokens
     for i, tool_s in expected.tool_s.items():
         waits_s = requests[i].tool_s, requests[i].tool_wait_s
         assert waits_s == pytest.approx((tool_s, expected.tool_wait_s[i]), rel=CLOSE, abs=CLOSE), f"tools of {i}"
@@ -293,7 +293,7 @@ def test_what_nobody_listens_to_is_the_same_to_the_bit(work: Workload) -> None:
             for r in rollout.requests
         ]
         stays = [{name: column.tolist() for name, column in stays.columns().items()} for stays in recorder.stays]
-        peaks = [(replica.peak_tokens, replica.preemptions) for replica in rollout.replicas]
+        peaks = [(replica.peak_tokens, replica.scheduler.preemptions) for replica in rollout.replicas]
         return requests, repr(stays), sorted(recorder.spans), peaks, rollout.env.now
 
     assert of(*quiet) == of(*told)

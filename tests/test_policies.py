@@ -179,7 +179,7 @@ def test_the_planner_predicts_a_round_from_its_loads(tp: int, requests: int, kv_
     plans = Planner(start_tp=tp)
     plans.setup(known)
     rollout = generate(VeRL(tp=tp), known, lengths, samples=1)
-    preempted = sum(replica.preemptions for replica in rollout.replicas) > 0
+    preempted = sum(replica.scheduler.preemptions for replica in rollout.replicas) > 0
     assert preempted == (kv_share < 1.0 and tp < 8)
     predicted_s = plans.round_s(tp, [(PROMPT, int(length)) for length in lengths])
     assert predicted_s == pytest.approx(rollout.env.now, rel=0.25 if preempted else 0.08)

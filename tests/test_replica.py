@@ -46,11 +46,11 @@ def test_a_trajectory_that_is_back_while_new_weights_drop_its_kv_goes_last() -> 
     first, second, back = (Request(i, i, 8, tokens) for i, tokens in enumerate((40, 4, 4)))
     replica.receive([first, second])
     env.run(until=3.5)
-    replica._scheduler.pinned[back] = (back, 0)
+    replica.scheduler.pinned[back] = (back, 0)
     stands = replica.pause("recompute")
     replica.receive([back])
     env.run(until=stands)
-    replica._scheduler.pinned.clear()  # as a stage does with what new weights made worthless
+    replica.scheduler.pinned.clear()  # as a stage does with what new weights made worthless
     replica.resume()
     env.run()
     assert finished == [first, second, back]

@@ -120,13 +120,13 @@ class _Run:
 
         ttft_s = mean([self._first_at[request.id] - at for request, at in zip(requests, self._sent_at, strict=True)])
         if load.response_tokens == 1:
-            return Served(ttft_s, float("nan"), self._replica.preemptions)
+            return Served(ttft_s, float("nan"), self._replica.scheduler.preemptions)
         decoded = [request.finished_at - self._first_at[request.id] for request in requests]
         later = [max(request.response_tokens - 1, 1) for request in requests]
         tpot_s = mean([time_s / tokens for time_s, tokens in zip(decoded, later, strict=True)])
         generated = sum(request.response_tokens for request in requests)
         rate = generated / max(request.finished_at for request in requests)
-        return Served(ttft_s, tpot_s, self._replica.preemptions, rate)
+        return Served(ttft_s, tpot_s, self._replica.scheduler.preemptions, rate)
 
     # ---- client and front end ---------------------------------------------------------------------------------------
 

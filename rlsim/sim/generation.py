@@ -68,13 +68,13 @@ class Generation:
         self, step: int, tp: int, rollout: Rollout, launches: LaunchCounts, waiting: int, released_gpu_s: float
     ) -> RolloutSummary:
         """What came to pass in a rollout since the last summary; its switches are noted down."""
-        replicas = rollout.replicas
-        counted = [sum(map(attrgetter(of), replicas)) for of in ("preemptions", "hit_tokens", "loaded_tokens")]
+        schedulers = [replica.scheduler for replica in rollout.replicas]
+        counted = [sum(map(attrgetter(of), schedulers)) for of in ("preemptions", "hit_tokens", "loaded_tokens")]
         so_far = [*counted, rollout.moved, rollout.released, rollout.aborted, len(rollout.switches)]
         preemptions, hits, loaded, *acted, _ = (now - then for now, then in zip(so_far, self._noted, strict=True))
         self._outcome.switches += [SwitchRecord.of(step, *one) for one in rollout.switches[self._noted[-1] :]]
         self._noted = so_far
-        peak = max(replica.take_peak() for replica in replicas)
+        peak = max(replica.take_peak() for replica in rollout.replicas)
         borrowed_gpu_s = self._borrowing.take_gpu_s() if self._borrowing else 0.0
         counts = (launches, waiting, released_gpu_s, hits, loaded, borrowed_gpu_s, *acted)
         return RolloutSummary(step, tp, preemptions, peak, *counts)

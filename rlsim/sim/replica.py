@@ -88,7 +88,7 @@ class Replica:
         )
         capacity = capacity_pages * cost.kv.page_units
         self._batch.spare_pages = capacity - floor(cost.most_kv * capacity)
-        self._scheduler = Scheduler(
+        self.scheduler = Scheduler(
             self._batch, config, capacity_pages, numbers, self._stays, number, self.tp, quiet, host.pages
         )
         self._jump: tuple[float, DecodeCurve, float] | None = None  # while decoding: start, curve, tokens at the start
@@ -122,7 +122,7 @@ class Replica:
         self._wake()
 
     def stop(self) -> simpy.Event:
-        """Stop for good at the next boundary; the event fires then. `drain` hands out what was here."""
+        """Stop for good at the next boundary; the event fires then. `remove` hands out what was here."""
         if self.stopped is None:
             self.stopped = self.env.event()
             self._wake()
@@ -154,17 +154,18 @@ class Replica:
             self._extend_span("decode", self._jump[0], self.env.now)
         self._batch.advance(self.progress() - self._batch.step)
 
-    def remove(self, ids: frozenset[int], left: Left) -> tuple[list[Request], list[Request]]:
-        """Take requests out, at a boundary: those that were running, in admission order, and those that were not.
-
-        `left` says why.
+    def remove(self, left: Left, ids: frozenset[int] | None = None) -> tuple[list[Request], list[Request]]:
+        """Take requests (all, unless named) out, at a boundary: those that were running, in admission order, and those
+        that were not. `left` says why.
         """
+        if ids is None:
+            ids = frozenset(request.id for request in self.requests())
         running = [r for r in self._batch.requests() if r.id in ids]
         self._batch.leave(running)
-        others = [*self._scheduler.remove(ids), *(r for r in self._arrivals if r.id in ids)]
+        others = [*self.scheduler.remove(ids), *(r for r in self._arrivals if r.id in ids)]
         for request in others:
             request.kv_arrived = False
-            self._scheduler.unpin(request)
+            self.scheduler.unpin(request)
         self._arrivals = [r for r in self._arrivals if r.id not in ids]
         left_at = self._stopped_at if not isnan(self._stopped_at) else self.env.now
         self._stays.add([*running, *others], left_at, left)
@@ -172,61 +173,42 @@ class Replica:
 
     def pin(self, request: Request) -> None:
         """Keep the KV cache of a trajectory that leaves for a tool call at this boundary."""
-        self._scheduler.pin(request)
+        self.scheduler.pin(request)
 
     def unpin(self, request: Request) -> None:
         """From the next boundary on its pages are free for others, if it is not back."""
-        if request in self._scheduler.pinned:
-            self.at_boundary(lambda: self._scheduler.unpin(request))
+        if request in self.scheduler.pinned:
+            self.at_boundary(lambda: self.scheduler.unpin(request))
 
     @property
     def room(self) -> tuple[int, int, int]:
         """Requests that wait, KV pages that nobody holds, and all there are."""
-        return len(self._scheduler.waiting) + len(self._arrivals), self._scheduler.free_pages, self.capacity_pages
+        return len(self.scheduler.waiting) + len(self._arrivals), self.scheduler.free_pages, self.capacity_pages
 
     def set_cost(self, cost: StepCost) -> None:
         """Change the cost of an iteration, at a boundary: something else runs on these GPUs from now on, or no more."""
         self.cost = self._usual = cost
 
-    def drain(self, left: Left) -> tuple[list[Request], list[Request]]:
-        return self.remove(frozenset(r.id for r in self.requests()), left)
-
     def requests(self) -> list[Request]:
         """Running and prefilling requests in admission order, then those waiting."""
-        admitted = sorted(chain(self._batch, self._scheduler.prefilling), key=attrgetter("order"))
-        return [*admitted, *self._scheduler.waiting, *self._arrivals]
-
-    def held(self) -> Iterator[Request]:
-        """All requests here, in no particular order."""
-        return chain(self._batch, self._not_decoding())
+        admitted = sorted(chain(self._batch, self.scheduler.prefilling), key=attrgetter("order"))
+        return [*admitted, *self.scheduler.waiting, *self._arrivals]
 
     def _not_decoding(self) -> Iterator[Request]:
-        return chain(self._scheduler.prefilling, self._scheduler.waiting, self._arrivals)
+        return chain(self.scheduler.prefilling, self.scheduler.waiting, self._arrivals)
 
     @property
     def unfinished(self) -> int:
-        return self._batch.size + self._scheduler.size + len(self._arrivals)
+        return self._batch.size + self.scheduler.size + len(self._arrivals)
 
     @property
     def idle(self) -> bool:
-        return not (self._batch.size or self._arrivals or self._scheduler.size)
+        return not (self._batch.size or self._arrivals or self.scheduler.size)
 
     def take_peak(self) -> int:
         """Most KV tokens that were here since this was asked last; from now on, since now."""
-        peak, self.peak_tokens = self.peak_tokens, self._scheduler.kv_tokens
+        peak, self.peak_tokens = self.peak_tokens, self.scheduler.kv_tokens
         return peak
-
-    @property
-    def preemptions(self) -> int:
-        return self._scheduler.preemptions
-
-    @property
-    def hit_tokens(self) -> int:
-        return self._scheduler.hit_tokens
-
-    @property
-    def loaded_tokens(self) -> int:
-        return self._scheduler.loaded_tokens
 
     def progress(self) -> int:
         """Value of the step counter by now: what running requests have generated, in whole iterations."""
@@ -271,7 +253,7 @@ class Replica:
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> Generator[simpy.Event, Any, None]:
-        env, batch, scheduler = self.env, self._batch, self._scheduler
+        env, batch, scheduler = self.env, self._batch, self.scheduler
         while True:
             if self._orders or self._arrivals or self.stopped is not None or self._paused is not None:
                 self._look_up()
@@ -329,7 +311,7 @@ class Replica:
             if self._paused is not None and not self._paused.triggered:
                 self._paused.succeed()  # it stands still for good
         elif self._arrivals and self._paused is None:
-            self._scheduler.arrive(self._arrivals)
+            self.scheduler.arrive(self._arrivals)
             self._arrivals.clear()
 
     def _stand_still(self) -> Generator[simpy.Event, Any, None]:
@@ -344,30 +326,30 @@ class Replica:
 
     def _lose_kv(self) -> None:
         """What is running or prefilling goes to the front of the queue, in the order of its admission."""
-        now, lost = self.env.now, [*self._batch.lose_kv(), *self._scheduler.lose_kv()]
+        now, lost = self.env.now, [*self._batch.lose_kv(), *self.scheduler.lose_kv()]
         self._stays.add(lost, now, "updated")
         lost.sort(key=attrgetter("order"))
         for request in lost:
             request.order, request.arrived_at = 0, now
-        self._scheduler.waiting.extendleft(reversed(lost))
+        self.scheduler.waiting.extendleft(reversed(lost))
 
     def _prefill(self, work: list[Chunk]) -> Generator[simpy.Event, Any, None]:
         """One iteration with a chunk of each of the first prefilling in it; decodes take part only in chunked mode."""
         env, batch = self.env, self._batch
         decodes = batch.size if self._chunked else 0
         time_s = batch.mixed_s(self.cost, work) if decodes else self.cost.prefill_s(work)
-        if self._scheduler.loading_pages:
-            time_s = max(time_s, self._host.load_s(self._scheduler.loading_pages))
+        if self.scheduler.loading_pages:
+            time_s = max(time_s, self._host.load_s(self.scheduler.loading_pages))
         start = self._began_at = env.now
         self._sleep = Sleep(env, start + (time_s + self._owed_s))
         yield self._sleep
         if isnan(self._began_at):
-            self._scheduler.unadmit()
+            self.scheduler.unadmit()
             return
         self._owed_s = 0.0
         if decodes:
             batch.advance(1)
-        complete = self._scheduler.prefilled(work, env.now)
+        complete = self.scheduler.prefilled(work, env.now)
         batch.join(complete)
         self._finish("mixed" if decodes else "prefill", start, complete)
 
@@ -378,8 +360,8 @@ class Replica:
         now, batch = self.env.now, self._batch
         self._extend_span(kind, start, now)
         if batch.tokens > self.peak_tokens:  # what is shared only makes it less
-            self.peak_tokens = max(self.peak_tokens, self._scheduler.kv_tokens)
-        self._scheduler.trim()
+            self.peak_tokens = max(self.peak_tokens, self.scheduler.kv_tokens)
+        self.scheduler.trim()
         left = batch.complete()
         finished = [request for request in left if request.finished] if left else left
         if finished:
@@ -421,6 +403,6 @@ class Replica:
     def retire(self) -> None:
         """Let go of the requests and of the rollout, which is over: what is not in a cycle is freed at once."""
         self._flush_span()
-        self._scheduler.clear()
+        self.scheduler.clear()
         self._batch.clear()
         self._on_finish = lambda *_: None

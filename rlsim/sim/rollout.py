@@ -205,7 +205,7 @@ class Rollout(RolloutState):
         self, replica: Replica, left: Left, ids: frozenset[int] | None = None
     ) -> tuple[list[Request], list[Request]]:
         """Take requests (all, unless named) out of a replica at its boundary: the running ones, and the others."""
-        running, others = replica.drain(left) if ids is None else replica.remove(ids, left)
+        running, others = replica.remove(left, ids)
         for request in (*running, *others):
             del self._at[request.id]
             request.end_run(replica.version, request.generated)

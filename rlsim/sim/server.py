@@ -75,8 +75,8 @@ class InferenceServer:
         for request in ids & self._waiting.keys():
             del self._waiting[request]
         for replica in self._replicas:
-            if not ids.isdisjoint(request.id for request in replica.held()):
-                replica.at_boundary(lambda r=replica: self._left(r, [x for p in r.remove(ids, "aborted") for x in p]))  # type: ignore[misc]
+            if not ids.isdisjoint(request.id for request in replica.requests()):
+                replica.at_boundary(lambda r=replica: self._left(r, [x for p in r.remove("aborted", ids) for x in p]))  # type: ignore[misc]
 
     @property
     def busy_gpus(self) -> frozenset[int]:
@@ -95,7 +95,7 @@ class InferenceServer:
         """The run is over: what is still unanswered is dropped at this moment."""
         for replica in self._replicas:
             replica.catch_up()
-            replica.drain("stopped")
+            replica.remove("stopped")
             replica.retire()
 
     def _finished(self, replica: Replica, finished: list[Request]) -> None:
