@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Literal
 
 from pydantic import Field
@@ -10,6 +11,7 @@ from pydantic import Field
 from rlsim.base.schema import Schema
 from rlsim.policies.parts import Informed
 from rlsim.sim.control import ReplicaView, RequestView, RolloutControl
+from rlsim.sim.stage import to_least
 
 
 class SkewnessDispatch(Informed):
@@ -57,16 +59,12 @@ class PrefixDispatch(Schema, RolloutControl):
     """
 
     def dispatch(self, launched: Sequence[RequestView], replicas: Sequence[ReplicaView]) -> Mapping[int, Sequence[int]]:
-        load = {replica.index: len(replica.requests) for replica in replicas}
-        shares: dict[int, list[int]] = {index: [] for index in load}
         groups: dict[int, list[int]] = {}
         for request in launched:
             groups.setdefault(request.position, []).append(request.id)
-        for ids in groups.values():
-            index = min(load, key=load.__getitem__)
-            load[index] += len(ids)
-            shares[index] += ids
-        return shares
+        load = {replica.index: len(replica.requests) for replica in replicas}
+        shares = to_least([(ids, len(ids)) for ids in groups.values()], load)
+        return {index: [*chain.from_iterable(own)] for index, own in shares.items()}
 
 
 class QueueOrder(Schema, RolloutControl):
@@ -88,10 +86,5 @@ class QueueOrder(Schema, RolloutControl):
 
 def _spread(requests: Sequence[RequestView], replicas: Sequence[ReplicaView]) -> dict[int, list[int]]:
     """In their order, each to the replica that is predicted to have the fewest tokens so far."""
-    load = {replica.index: 0.0 for replica in replicas}
-    shares: dict[int, list[int]] = {index: [] for index in load}
-    for request in requests:
-        index = min(load, key=load.__getitem__)
-        load[index] += request.predicted_tokens
-        shares[index].append(request.id)
-    return shares
+    weighed = [(request.id, request.predicted_tokens) for request in requests]
+    return to_least(weighed, {replica.index: 0.0 for replica in replicas})

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from heapq import heapreplace
 from typing import Annotated, Literal
 
 import numpy as np
@@ -23,6 +22,7 @@ from rlsim.errors import CapacityError
 from rlsim.policies.parts import Informed
 from rlsim.sim.actions import Migrate, Reconfigure
 from rlsim.sim.control import Action, ControlContext, KvHandling, RequestView, RolloutView, one_of
+from rlsim.sim.stage import to_least
 from rlsim.units import Tokens
 
 #: The profile's grid: about 10 batch sizes, contexts denser below a few K tokens.
@@ -223,10 +223,5 @@ def _every(replicas: int, batch: Batch) -> Batch:
 
 def _dealt(sequences: Sequence[Alike], replicas: int) -> list[list[Alike]]:
     """As the engine deals after a switch: longest context first, each to the replica with the least so far."""
-    loads = [(0, index) for index in range(replicas)]
-    shares: list[list[Alike]] = [[] for _ in range(replicas)]
-    for left, context, count in sorted(sequences, key=lambda one: (-one[1], -one[0])):
-        load, index = loads[0]
-        shares[index].append((left, context, count))
-        heapreplace(loads, (load + context, index))
-    return shares
+    ordered = sorted(sequences, key=lambda one: (-one[1], -one[0]))
+    return [*to_least([(one, one[1]) for one in ordered], dict.fromkeys(range(replicas), 0)).values()]

@@ -117,20 +117,21 @@ def evenly(requests: Sequence[_T], replicas: int, routing: Routing) -> list[Sequ
 
 def by_context(requests: Iterable[Request], load_tokens: Mapping[int, int]) -> Shares:
     """Longest context first, each to the replica with the least context so far."""
-    return _least([(r, r.context) for r in sorted(requests, key=lambda r: (-r.context, r.id))], load_tokens)
+    return to_least([(r, r.context) for r in sorted(requests, key=lambda r: (-r.context, r.id))], load_tokens)
 
 
 def by_number(requests: Iterable[Request], load: Mapping[int, int]) -> Shares:
     """In their order, each to the replica with the fewest so far."""
-    return _least([(request, 1) for request in requests], load)
+    return to_least([(request, 1) for request in requests], load)
 
 
-def _least(weighed: Iterable[tuple[Request, int]], load: Mapping[int, int]) -> Shares:
-    shares: dict[int, list[Request]] = {}
+def to_least(weighed: Iterable[tuple[_T, float]], load: Mapping[int, float]) -> dict[int, list[_T]]:
+    """Each with its weight, in their order, to the least loaded so far (ties: lowest index); who gets any, by index."""
+    shares: dict[int, list[_T]] = {}
     least = [(amount, index) for index, amount in load.items()]
     heapify(least)
-    for request, weight in weighed:
+    for one, weight in weighed:
         amount, index = least[0]
         heapreplace(least, (amount + weight, index))
-        shares.setdefault(index, []).append(request)
+        shares.setdefault(index, []).append(one)
     return {index: shares[index] for index in load if index in shares}
