@@ -5,7 +5,9 @@ docs/engine.md has the rules, and which engine has them.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
+from operator import attrgetter
 
 from rlsim.sim.request import Cached, Request
 
@@ -114,46 +116,26 @@ class PrefixCache:
         if excess <= 0:
             return
         self.idle_pages -= excess
-        idle = self._idle
-        while excess > 0:
-            since, *_, key, cached = entry = idle[0]
-            if cached.holders or cached.idle_since != since:
-                heappop(idle)
-            elif cached.pages > excess:
-                if self._host_pages:
-                    self._offload(entry, cached, excess)
-                else:
-                    cached.pages -= excess
-                return
-            else:
-                heappop(idle)
-                excess -= cached.pages
-                if self._host_pages:
-                    self._offload(entry, cached, cached.pages)
-                else:
-                    self._forget(key, cached)
+        for entry, pages in _oldest(self._idle, attrgetter("pages"), excess):
+            *_, key, cached = entry
+            cached.pages -= pages
+            if self._host_pages:
+                cached.offloaded += pages
+                heappush(self._offloaded, entry)
+            elif not cached.pages:
+                self._forget(key, cached)
+        if self._host_pages:
+            self._offload(excess)
 
-    def _offload(self, entry: _Idle, cached: Cached, pages: int) -> None:
-        """So many pages, the last ones here of a context, go to host memory; what that has no room for is let go."""
-        heappush(self._offloaded, entry)
-        cached.pages -= pages
-        cached.offloaded += pages
+    def _offload(self, pages: int) -> None:
+        """So many pages have gone to host memory, which lets go of what it has no room for."""
         self.offloaded_pages += pages
         excess = self.offloaded_pages - self._host_pages
         self.offloaded_pages -= max(excess, 0)
-        while excess > 0:
-            since, *_, key, cached = self._offloaded[0]
-            if cached.holders or cached.idle_since != since:
-                heappop(self._offloaded)
-            elif cached.offloaded > excess:
-                cached.offloaded -= excess
-                excess = 0
-            else:
-                heappop(self._offloaded)
-                excess -= cached.offloaded
-                cached.offloaded = 0
-                if not cached.pages:
-                    self._forget(key, cached)
+        for (*_, key, cached), gone in _oldest(self._offloaded, attrgetter("offloaded"), excess):
+            cached.offloaded -= gone
+            if not (cached.pages or cached.offloaded):
+                self._forget(key, cached)
 
     def _forget(self, key: PromptKey | int, cached: Cached) -> None:
         del self._cached[key]
@@ -164,3 +146,17 @@ class PrefixCache:
         self._idle.clear()
         self._offloaded.clear()
         self.shared_pages = self.idle_pages = self.offloaded_pages = 0
+
+
+def _oldest(idle: list[_Idle], pages_of: Callable[[Cached], int], excess: int) -> Iterator[tuple[_Idle, int]]:
+    """The first pages of a heap, so many: their entries, and how many of each. Those that go whole leave the heap."""
+    while excess > 0:
+        since, *_, cached = entry = idle[0]
+        pages = pages_of(cached)
+        if cached.holders or cached.idle_since != since:
+            heappop(idle)
+            continue
+        if pages <= excess:
+            heappop(idle)
+        yield entry, min(pages, excess)
+        excess -= pages
