@@ -87,15 +87,15 @@ def batch_of(call: str) -> str:
     return f"the batch of {call}"
 
 
-class _Join:
-    """Lets a sample through to a call once all its sources have delivered it, and the others of its prompt.
+class _Join(Inbox):
+    """An inbox of what all sources of a call have delivered, together with the other samples of its prompt.
 
     Of the sources that are in `made` each sample has but one, which says how many deliver it in all. A prompt has
     `group` samples, or as many as these have delivered once they are closed.
     """
 
-    def __init__(self, inbox: Inbox, sources: frozenset[str], made: Mapping[str, int], group: int) -> None:
-        self.inbox = inbox
+    def __init__(self, env: simpy.Environment, sources: frozenset[str], made: Mapping[str, int], group: int) -> None:
+        super().__init__(env)
         self.sources = sources
         self._made = made
         self._needed: dict[int, float] = {}  # sources that are to deliver the sample
@@ -122,9 +122,9 @@ class _Join:
             ready.append(sample)
             if len(ready) >= self._group or (self._all_known and len(ready) == in_batch[position]):
                 through += self._ready.pop(position)
-        self.inbox.put(through)
+        self.put(through)
 
-    def close(self, source: str) -> None:
+    def close_source(self, source: str) -> None:
         self._open.discard(source)
         self._all_known |= source in self._made and self._open.isdisjoint(self._made)
         whole = [
@@ -132,9 +132,9 @@ class _Join:
             for prompt, ready in self._ready.items()
             if not self._open or (self._all_known and len(ready) == self._in_batch[prompt])
         ]
-        self.inbox.put([sample for prompt in whole for sample in self._ready.pop(prompt)])
+        self.put([sample for prompt in whole for sample in self._ready.pop(prompt)])
         if not self._open:
-            self.inbox.close()
+            self.close()
 
 
 class Flow:
@@ -148,8 +148,7 @@ class Flow:
     """
 
     def __init__(self, env: simpy.Environment, workflow: Workflow, responses: int) -> None:
-        self.inboxes: dict[str, Inbox] = {}
-        self._joins: list[_Join] = []
+        self.inboxes: dict[str, _Join] = {}
         self._chunked: dict[str, tuple[int, list[str]]] = {}  # by source: chunk length, who takes them
         self._held: list[Request] | None = [] if workflow.fetch_once else None  # of the batch
         self._fetches = workflow.fetch_once
@@ -163,21 +162,20 @@ class Flow:
             if sources or call.kind == "reward":
                 whole = call.kind == "train" or (call.kind == "inference" and workflow.windows)
                 group = responses if whole and workflow.group_advantage else 1
-                inbox = self.inboxes[call.name] = Inbox(env)
-                self._joins.append(_Join(inbox, *_sources(workflow, call, sources), group))
+                self.inboxes[call.name] = _Join(env, *_sources(workflow, call, sources), group)
 
     def wants(self, source: str) -> bool:
         """Whether some call takes what `source` delivers."""
-        return any(source in join.sources for join in self._joins)
+        return any(source in inbox.sources for inbox in self.inboxes.values())
 
     def deliver(self, source: str, samples: Sequence[Request]) -> None:
         """`source` is done with these samples."""
         if source == self._batch and self._held is not None:
             self._held += samples
             return
-        for join in self._joins:
-            if source in join.sources:
-                join.deliver(source, samples)
+        for inbox in self.inboxes.values():
+            if source in inbox.sources:
+                inbox.deliver(source, samples)
 
     def chunked(self, source: str) -> tuple[int, Sequence[str]]:
         """How long the chunks are that `source` hands over (tokens), and which calls take them; 0 if none does."""
@@ -199,9 +197,9 @@ class Flow:
         if source == self._batch and self._held is not None:
             held, self._held = self._held, None
             self.deliver(self._batch, held)
-        for join in self._joins:
-            if source in join.sources:
-                join.close(source)
+        for inbox in self.inboxes.values():
+            if source in inbox.sources:
+                inbox.close_source(source)
 
     def forget(self) -> None:
         """The step is over: let go of its samples and of those who listen, which may deliver to this flow."""
