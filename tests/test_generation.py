@@ -81,7 +81,9 @@ def test_a_newly_planned_layout_is_captured_before_its_first_step() -> None:
     outcome = generate(control, [(1, 3)] * 2, steps=4)
     # A step takes 3 s (a prefill and two decodes); 3 + 5 s before the second, 3 s before the fourth.
     assert ends(outcome) == [3.0, 3 + 8 + 3, 17.0, 17 + 3 + 3]
-    assert [(s.step, s.at, s.from_tp, s.to_tp, s.weights_s, s.graph_s, s.control_s) for s in outcome.switches] == [
+    assert [
+        (s.step, s.at, s.from_tp, s.to_tp, s.cost.weights_s, s.cost.graph_s, s.cost.control_s) for s in outcome.switches
+    ] == [
         (1, 3.0, 1, 2, 0.0, 3.0, 5.0),
         (3, 17.0, 2, 1, 0.0, 3.0, 0.0),
     ]
@@ -101,7 +103,10 @@ def test_a_layout_whose_engine_was_ended_is_started_anew() -> None:
     TP1, which was kept otherwise, takes all but the weights."""
     once, sizes = At({1: Reconfigure(0, 2, "migrate", RESTART)}), [(1, 1), (1, 4)]
     outcome = generate(once, sizes, steps=2)
-    times = [(s.step, s.at, s.to_tp, s.weights_s, s.kv_s, s.graph_s, s.control_s) for s in outcome.switches]
+    times = [
+        (s.step, s.at, s.to_tp, s.cost.weights_s, s.cost.kv_s, s.cost.graph_s, s.cost.control_s)
+        for s in outcome.switches
+    ]
     once_more = (1, 124.0, 2, 7.0, 0.0, 6.0, 50.0)
     assert times == [(0, 1.0, 2, 7.0, 0.0, 6.0, 50.0), (1, 67.0, 1, 0.0, 0.0, 6.0, 50.0), once_more]
     assert ends(outcome) == [1.0 + 63 + 3, 67.0 + 56 + 1 + 63 + 3]

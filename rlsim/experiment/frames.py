@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
+from dataclasses import astuple
 from functools import lru_cache
 from typing import Any
 
@@ -46,7 +47,9 @@ def frames_of(
         "responses": _responses(outcome, sampler),
         "stays": stays_frame(outcome.stays, outcome.responses),
         "calls": _calls(outcome),
-        "switches": pd.DataFrame(outcome.switches, columns=_own_columns("switches")),
+        "switches": pd.DataFrame(
+            [(*when, *astuple(cost)) for *when, cost in outcome.switches], columns=_own_columns("switches")
+        ),
         "spans": _spans(outcome),
     }
     edges = np.array([0.0, *outcome.step_ends])

@@ -72,7 +72,7 @@ class Generation:
         counted = [sum(map(attrgetter(of), schedulers)) for of in ("preemptions", "hit_tokens", "loaded_tokens")]
         so_far = [*counted, rollout.moved, rollout.released, rollout.aborted, len(rollout.switches)]
         preemptions, hits, loaded, *acted, _ = (now - then for now, then in zip(so_far, self._noted, strict=True))
-        self._outcome.switches += [SwitchRecord.of(step, *one) for one in rollout.switches[self._noted[-1] :]]
+        self._outcome.switches += [SwitchRecord(step, *one) for one in rollout.switches[self._noted[-1] :]]
         self._noted = so_far
         peak = max(replica.take_peak() for replica in rollout.replicas)
         borrowed_gpu_s = self._borrowing.take_gpu_s() if self._borrowing else 0.0
@@ -276,7 +276,7 @@ class StepGeneration(Generation):
                 share = -(-requests * len(gpus) // sum(map(len, mesh)))
                 cost = self._costs.switch(len(gpus), last_tp, self._tp, (), share, "recompute", first_use, way)
                 cost = replace(cost, weights_s=0.0, peak_bytes=0.0)
-                self._outcome.switches.append(SwitchRecord.of(step, start, node, last_tp, self._tp, cost))
+                self._outcome.switches.append(SwitchRecord(step, start, node, last_tp, self._tp, cost))
                 Recorder(self._outcome.spans, step).add(gpus, start, start + cost.total_s, "switch", self._tp)
                 longest_s = max(longest_s, cost.total_s)
         self._last_tp = dict.fromkeys(range(len(mesh)), self._tp)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Container, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -144,16 +144,7 @@ class SwitchRecord(NamedTuple):
     node: int
     from_tp: int
     to_tp: int
-    weights_s: float
-    kv_s: float
-    graph_s: float
-    control_s: float
-    peak_bytes: float
-    pool_bytes: float
-
-    @classmethod
-    def of(cls, step: int, at: float, node: int, from_tp: int, to_tp: int, cost: SwitchCost) -> SwitchRecord:
-        return cls(step, at, node, from_tp, to_tp, *astuple(cost))
+    cost: SwitchCost
 
 
 class RolloutSummary(NamedTuple):
