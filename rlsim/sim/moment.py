@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from functools import partial
 from heapq import heappush
 
 import simpy
@@ -32,13 +31,6 @@ def at(
         event.callbacks.append(then)
     heappush(env._queue, (moment, priority, next(env._eid), event))
     return event
-
-
-def at_end(
-    env: simpy.Environment, priority: EventPriority, then: Callable[[simpy.Event], None] | None = None
-) -> simpy.Event:
-    """An event after all else that happens now."""
-    return at(env, env.now, then, priority)
 
 
 class Sleep(simpy.Event):
@@ -94,15 +86,15 @@ def rest_of(env: simpy.Environment) -> float | None:
 
 def when_over(env: simpy.Environment, priority: EventPriority, then: Callable[[], None]) -> None:
     """Call `then` after all else of this moment, what is of it but for rounding included."""
-    at_end(env, priority, partial(_look, env, priority, then))
 
+    def look(_: simpy.Event) -> None:
+        following = rest_of(env)
+        if following is None:
+            then()
+        else:
+            at(env, following, look, priority)
 
-def _look(env: simpy.Environment, priority: EventPriority, then: Callable[[], None], _: simpy.Event) -> None:
-    following = rest_of(env)
-    if following is None:
-        then()
-    else:
-        at(env, following, partial(_look, env, priority, then), priority)
+    at(env, env.now, look, priority)
 
 
 def until_over(env: simpy.Environment) -> Generator[simpy.Event, object, None]:

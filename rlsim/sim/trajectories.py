@@ -12,7 +12,7 @@ import simpy
 
 from rlsim.sim.control import RolloutControl, asked
 from rlsim.sim.environment import Environments
-from rlsim.sim.moment import DEAL, at, at_end
+from rlsim.sim.moment import DEAL, at
 from rlsim.sim.replica import Replica
 from rlsim.sim.request import AGENT, Request
 from rlsim.sim.view import RolloutState, ToolCallView, view_of
@@ -154,7 +154,7 @@ class Trajectories(Container[int]):
         if not self._over or len(self._over) + len(self._waits) < self._rollout.unfinished:
             return
         if self._waits and last is None:
-            at_end(self._env, DEAL, self.end_turn)
+            at(self._env, self._env.now, self.end_turn, DEAL)
         else:
             over, self._over = sorted(self._over, key=attrgetter("id")), []
             self._hand_back(over)
