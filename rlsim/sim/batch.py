@@ -196,23 +196,10 @@ class RunningBatch:
             tokens -= request.prompt_tokens + request.response_tokens
             size -= 1
         self.step = step
-        self._empty()
-        return now, [entry[2] for entry in left], peak
-
-    def lose_kv(self) -> list[Request]:
-        """Let go of all requests and of what the KV cache holds: returns them in admission order, and with the numbers
-        of their admissions.
-        """
-        requests, step = self.requests(), self.step
-        for request in requests:
-            request.generated = request.offset + step - request.prompt_tokens
-        self._empty()
-        return requests
-
-    def _empty(self) -> None:
         self._reset()
-        if self.cache:
-            self.cache.flush()
+        if cache:
+            cache.flush()
+        return now, [entry[2] for entry in left], peak
 
     def _reset(self) -> None:
         self.size = self.tokens = self.pages = self._final_tokens = self._round = 0

@@ -326,12 +326,15 @@ class Replica:
 
     def _lose_kv(self) -> None:
         """What is running or prefilling goes to the front of the queue, in the order of its admission."""
-        now, lost = self.env.now, [*self._batch.lose_kv(), *self.scheduler.lose_kv()]
+        now, running = self.env.now, self._batch.requests()
+        lost = [*running, *self.scheduler.prefilling]
+        first = sorted(lost, key=attrgetter("order"))
+        self._batch.leave(running)
+        self.scheduler.lose_kv()
         self._stays.add(lost, now, "updated")
-        lost.sort(key=attrgetter("order"))
         for request in lost:
-            request.order, request.arrived_at = 0, now
-        self.scheduler.waiting.extendleft(reversed(lost))
+            request.order, request.prefill_left, request.arrived_at = 0, 0, now
+        self.scheduler.waiting.extendleft(reversed(first))
 
     def _prefill(self, work: list[Chunk]) -> Generator[simpy.Event, Any, None]:
         """One iteration with a chunk of each of the first prefilling in it; decodes take part only in chunked mode."""

@@ -184,14 +184,13 @@ class Scheduler:
         self.waiting = deque(r for r in self.waiting if r.id not in ids)
         return others
 
-    def lose_kv(self) -> list[Request]:
-        """Let go of the requests that were being prefilled, as those in the batch lose their KV cache too."""
-        prefilling, self.prefilling, self._prefill_pages = self.prefilling, [], 0
+    def lose_kv(self) -> None:
+        """Let go of the requests that were being prefilled, and of all that the KV cache holds."""
+        self.prefilling, self._prefill_pages = [], 0
         self.pinned, self._batch.pinned_pages = {}, 0
-        for request in prefilling:
-            request.prefill_left = 0
+        if self._batch.cache:
+            self._batch.cache.flush()
         self.clear()
-        return prefilling
 
     def clear(self) -> None:
         self._admitted = []
