@@ -31,9 +31,9 @@ class Inbox:
 
     def put(self, samples: Sequence[Request]) -> None:
         self.samples += samples
-        self._tell(len(self.samples))
         if samples and self.on_samples:
             self.on_samples(samples)
+        self._tell(len(self.samples))
 
     def at_least(self, samples: int) -> simpy.Event:
         """Fires once so many samples have come in all, or no more will come."""

@@ -292,26 +292,18 @@ class _Run(Machine):
         scorer = state.scorers[call.name] = StreamingScorer(*served, beside.share if beside else None)
         if beside and beside.done.callbacks is not None:
             beside.done.callbacks.append(lambda _: scorer.set_cost(engine.cost))
-        left, complete = 0, env.event()
-
-        def scored(request: Request) -> None:
-            nonlocal left
-            left -= 1
-            flow.deliver(call.name, [request])
-            if not left and inbox.closed.triggered:
-                complete.succeed()
+        scored = Inbox(env)
+        scored.listen(partial(flow.deliver, call.name))
 
         def submit(samples: Sequence[Request]) -> None:
-            nonlocal left
-            left += len(samples)
             for sample in samples:
-                scorer.complete(sample, scored)
+                scorer.complete(sample, lambda request: scored.put([request]))
 
         inbox.listen(submit, scorer.chunks)
         yield inbox.closed
         scorer.keep_only(frozenset(request.id for request in inbox.samples))
-        if left:
-            yield complete
+        if len(scored.samples) < len(inbox.samples):
+            yield scored.at_least(len(inbox.samples))
         scorer.close()
         flow.close(call.name)
         if not placement.shared:
