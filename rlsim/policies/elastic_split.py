@@ -59,8 +59,7 @@ class ElasticSplit(Informed, Rewiring):
         """Responses that a replica holds at full length, and decodes in at most twice the time of one."""
         context, tp = self._context, view.tp(view.nodes[0])
         if tp not in self._known:
-            room_tokens = context.costs.capacity_pages(tp) * context.page_tokens
-            fits = room_tokens // context.sequence_tokens
+            fits = context.kv_tokens(tp) // context.sequence_tokens
             self._known[tp] = max(min(memory_bound_batch(context, tp, context.cap_tokens / 2, RIDGE), fits), 1)
         return self._known[tp]
 

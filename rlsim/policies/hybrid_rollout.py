@@ -86,7 +86,7 @@ class HybridRollout(Informed, Rewiring):
         """Of so many replicas with all that is unfinished, by the profile; contexts are those of the mean half-way."""
         context, lengths, tp = self._context, view.finished_lengths(), view.tp(view.nodes[0])
         tokens = context.prompt_tokens + sum(lengths) / max(len(lengths), 1) / 2
-        fits = context.costs.capacity_pages(tp) * context.page_tokens / tokens
+        fits = context.kv_tokens(tp) / tokens
         batch = max(min(view.unfinished() / replicas, fits, context.max_num_seqs), 1.0)
         return replicas * batch / context.costs.step(tp).decode(math.ceil(batch)).step_s(batch * tokens)
 

@@ -58,7 +58,7 @@ class PAT(Informed):
         super().setup(context)
         for tp in dict.fromkeys((*self.candidates, self.start_tp)):
             if tp in context.feasible_tps:
-                capacity = context.costs.capacity_pages(tp) * context.page_tokens
+                capacity = context.kv_tokens(tp)
                 budget = min(capacity, tp * self.profile_tokens_per_gpu)
                 profile = profile_of(context.costs.step(tp), BATCHES, CONTEXTS, budget)
                 if self.predictor_error:  # the mean size of errors whose standard deviation is √(π/2) times as large

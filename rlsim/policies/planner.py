@@ -74,7 +74,7 @@ class Planner(Informed):
         """Profile every degree that fits inside a node, as far as its KV cache reaches."""
         super().setup(context)
         for tp in context.feasible_tps:
-            self._profiles[tp] = profile_of(context.costs.step(tp), BATCHES, CONTEXTS, self._room(tp))
+            self._profiles[tp] = profile_of(context.costs.step(tp), BATCHES, CONTEXTS, self._context.kv_tokens(tp))
         context.check_switches(self._profiles)
 
     def initial_tp(self, context: ControlContext) -> int:
@@ -107,7 +107,7 @@ class Planner(Informed):
         batch = sorted(loads, key=lambda load: load[1], reverse=True)[::replicas]
         if not batch:
             return 0.0
-        profile, room, done = self._profiles[tp], self._room(tp), 0
+        profile, room, done = self._profiles[tp], self._context.kv_tokens(tp), 0
         held = float(sum(prompt for prompt, _ in batch))  # tokens of the unfinished
         time_s = profile.prefill_s([Chunk(round(held / len(batch)), 0)] * len(batch))
         for active in range(len(batch), 0, -1):  # the shortest leaves first
@@ -120,6 +120,3 @@ class Planner(Informed):
                 done = generated
             held -= prompt + done
         return time_s
-
-    def _room(self, tp: int) -> int:
-        return self._context.costs.capacity_pages(tp) * self._context.page_tokens

@@ -51,12 +51,11 @@ class TailConsolidation(Informed):
             return None
         replicas = sorted(view.replicas(), key=lambda r: -len(r.requests))
         tp = replicas[0].tp if replicas else 1
-        room = self._context.costs.capacity_pages(tp) * self._context.page_tokens
         needed = sum(r.prompt_tokens + view.cap_tokens for replica in replicas for r in replica.requests)
         most = self.max_batch
         if most == "auto":
             most = memory_bound_batch(self._context, tp, self._context.cap_tokens / 2)
-        keep = max(math.ceil(needed / room), math.ceil(left / most), 1)
+        keep = max(math.ceil(needed / self._context.kv_tokens(tp)), math.ceil(left / most), 1)
         if keep >= len(replicas):
             return None
         staying, leaving = replicas[:keep], replicas[keep:]

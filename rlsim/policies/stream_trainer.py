@@ -79,7 +79,7 @@ class StreamTrainer(Informed, Rewiring):
         history = np.sort(same or [length for lengths in self._history.values() for length in lengths])
         if not len(history):
             return False
-        capacity = sum(self._context.costs.capacity_pages(r.tp) for r in staying) * self._context.page_tokens
+        capacity = sum(self._context.kv_tokens(r.tp) for r in staying)
         running = [(r.prompt_tokens, r.generated_tokens) for replica in replicas for r in replica.requests]
         if not running:
             return False  # all is generated, and rewards decide what else is

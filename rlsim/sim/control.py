@@ -151,6 +151,10 @@ class ControlContext:
         """GPUs that generate."""
         return sum(self.node_gpus)
 
+    def kv_tokens(self, tp: int) -> int:
+        """Tokens that the KV cache of a replica at this degree has room for."""
+        return self.costs.capacity_pages(tp) * self.page_tokens
+
     def check_tp(self, tp: int) -> int:
         """`tp` if every node can run it, or whole nodes together; else `CapacityError` (too small), or `ConfigError`:
         the plan says another degree, or it divides neither the GPUs of a node nor the nodes.
@@ -172,7 +176,7 @@ class ControlContext:
                 f"that divide all {len(self.node_gpus)}"
             )
         if tp > max(self.node_gpus):
-            needed, tokens = self.sequence_tokens, self.costs.capacity_pages(tp) * self.page_tokens
+            needed, tokens = self.sequence_tokens, self.kv_tokens(tp)
             if tokens < needed:
                 raise CapacityError(f"tp {tp} has room for {tokens:,} tokens of KV cache; a response needs {needed:,}")
             return tp
