@@ -142,16 +142,13 @@ class _Run(Machine):
         for generation in {self.generations[name] for name in self.updating.get(call.name, ())}:
             generation.version += 1
 
-    def _at_once(self, call: Call, step: int, placement: Placement) -> _Process[Ran]:
-        """All of a call, on all its GPUs."""
-        return self._work(self.steps[step].trained_on(self.takes[call.name]), call, step, placement)
-
-    def _work(
-        self, samples: Sequence[Request], call: Call, step: int, placement: Placement, windows: int = 1
+    def _at_once(
+        self, call: Call, step: int, placement: Placement, window: Sequence[Request] | None = None, windows: int = 1
     ) -> _Process[Ran]:
-        """A call on these samples, those of one of so many windows of the batch, on all its GPUs."""
+        """All of a call, or its work on one of so many windows of the batch, on all its GPUs."""
         self._begins(call, step)
         yield self.pool.acquire(placement.gpus, call.kind)
+        samples = self.steps[step].trained_on(self.takes[call.name]) if window is None else window
         start_at, parts = self.env.now, self._parts(call, placement, samples, windows)
         yield from self._occupy(call, step, placement.gpus, parts)
         self.steps[step].flow.deliver(call.name, samples)
@@ -270,7 +267,7 @@ class _Run(Machine):
             if self.what.workflow.elastic and call.kind == "train":
                 work = self._elastic(closed(env, samples), call, step, placement)
             else:
-                work = self._work(samples, call, step, placement, windows)
+                work = self._at_once(call, step, placement, samples, windows)
             ran = yield from work
             start_at = ran.start_at if isnan(start_at) else start_at
             _add(parts_s, ran.parts)
