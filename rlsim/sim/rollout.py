@@ -87,8 +87,8 @@ class Rollout(RolloutState):
         self._quiet &= not stage.crowded and all(r.limit_tokens == r.response_tokens for r in self.by_id.values())
         self._numbers = itertools.count(1)
         self.updates = WeightUpdates(env, stage.recorder, self.nodes, stage.version)
-        environments = stage.environments or Environments(env, EnvironmentConfig())
-        self._trajectories = Trajectories(self, environments, stage.control)
+        self._environments = stage.environments or Environments(env, EnvironmentConfig())
+        self._trajectories = Trajectories(self, self._environments, stage.control)
 
         for node in self.nodes:
             node.used_tps.add(node.tp)
@@ -379,7 +379,7 @@ class Rollout(RolloutState):
         for request in requests:
             request.aborted = True
         self.unfinished -= len(requests)
-        self._trajectories.end(requests)
+        self._environments.leave(requests)
         own = self._without_agents(requests)
         self.aborted += len(own) if chosen else 0
         self.stage.on_abort(own)

@@ -183,11 +183,7 @@ class Trajectories(Container[int]):
         self._over = [request for request in self._over if request.id in self._away]
         return dropped
 
-    def end(self, requests: Iterable[Request]) -> None:
-        """These are finished, dropped, or go on in another step: they give their sandboxes back."""
-        self._environments.leave(requests)
-
     def forget(self, requests: Iterable[Request]) -> None:
-        """Generation is over: the same of all its requests."""
+        """Generation is over: all its requests give their sandboxes back."""
         self._environments.leave(requests)
         self._away, self._over, self._agents, self._waits = {}, [], {}, {}
