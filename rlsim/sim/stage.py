@@ -78,7 +78,8 @@ class GenerationStage:
             even = evenly(requests, len(replicas), self.routing)
             shares = {replica.index: share for replica, share in zip(replicas, even, strict=True)}
         elif shares is None:
-            shares = by_number(requests, {replica.index: replica.unfinished for replica in replicas})
+            load = {replica.index: replica.unfinished for replica in replicas}
+            shares = to_least([(request, 1) for request in requests], load)
         if self.micro_batches > 1 and idle:
             for share in shares.values():
                 for number, part in enumerate(evenly(share, self.micro_batches, "contiguous")):
@@ -118,11 +119,6 @@ def evenly(requests: Sequence[_T], replicas: int, routing: Routing) -> list[Sequ
 def by_context(requests: Iterable[Request], load_tokens: Mapping[int, int]) -> Shares:
     """Longest context first, each to the replica with the least context so far."""
     return to_least([(r, r.context) for r in sorted(requests, key=lambda r: (-r.context, r.id))], load_tokens)
-
-
-def by_number(requests: Iterable[Request], load: Mapping[int, int]) -> Shares:
-    """In their order, each to the replica with the fewest so far."""
-    return to_least([(request, 1) for request in requests], load)
 
 
 def to_least(weighed: Iterable[tuple[_T, float]], load: Mapping[int, float]) -> dict[int, list[_T]]:
