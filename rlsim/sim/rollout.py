@@ -53,13 +53,8 @@ class Rollout(RolloutState):
         if there := stage.borrowing and stage.borrowing.there:
             nodes += [(gpus, there.tp, there.costs, False) for gpus in there.mesh]
         used_tps = [stage.used_tps.setdefault(number, set()) for number in range(len(nodes))]
-        self.env, self.stage, self.recorder, self.borrowing = env, stage, stage.recorder, stage.borrowing
-        self.nodes = [Node(number, *node, used_tps[number]) for number, node in enumerate(nodes)]
-        self.cap_tokens, self.label = stage.cap_tokens, stage.label
-        self.backlog_s, self.batch_missing = stage.backlog_s, stage.batch_missing
-        self.by_id = {request.id: request for request in (*stage.requests, *stage.resumed)}
-        self.launched = self.unfinished = len(self.by_id)
-        self.finished_lengths, self.lent, self.started_at = [], [], env.now
+        super().__init__(env, [Node(number, *node, used_tps[number]) for number, node in enumerate(nodes)], stage)
+        self.stage, self.recorder = stage, stage.recorder
         self.done = env.event()
         self.stopping = False  # a `Stop` is being carried out
         self.replicas: list[Replica] = []  # all there ever were, by index

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import simpy
 
@@ -18,22 +18,23 @@ from rlsim.sim.request import Request
 class RolloutState:
     """Where a rollout stands: `Rollout` changes it, its control sees it as a `RolloutView`."""
 
-    env: simpy.Environment
-    nodes: Sequence[Node]
-    borrowing: Borrowing | None
-    started_at: float
-    cap_tokens: int  # the longest a response can get
-    label: str  # the kind of round
-    backlog_s: Callable[[], float]  # of training that may borrow GPUs
-    batch_missing: Callable[[], float] | None  # share of the batch; None: what is unfinished of all that was launched
-    by_id: dict[int, Request]  # in the order of their launch: all but what `Rollout.forget` was told
-    launched: int  # requests so far
-    unfinished: int  # of these, those neither finished, aborted nor paused
-    finished = 0  # responses so far
-    finished_lengths: list[int]  # of these, where a control is asked
-    finished_tokens = (0, 0)  # lengths of the shortest and the longest of them
-    lent: list[Replica]  # released, their GPUs not taken back
-    launching = False  # prompts begin at this moment, or when the weights that are on their way have come
+    def __init__(self, env: simpy.Environment, nodes: Sequence[Node], stage: Any) -> None:
+        self.env, self.nodes, self.started_at = env, nodes, env.now
+        self.borrowing: Borrowing | None = stage.borrowing
+        self.cap_tokens: int = stage.cap_tokens  # the longest a response can get
+        self.label: str = stage.label  # the kind of round
+        self.backlog_s: Callable[[], float] = stage.backlog_s  # of training that may borrow GPUs
+        #: Share of the batch; None: what is unfinished of all that was launched.
+        self.batch_missing: Callable[[], float] | None = stage.batch_missing
+        #: In the order of their launch: all but what `Rollout.forget` was told.
+        self.by_id: dict[int, Request] = {request.id: request for request in (*stage.requests, *stage.resumed)}
+        self.launched = len(self.by_id)  # requests so far
+        self.unfinished = self.launched  # of these, those neither finished, aborted nor paused
+        self.finished = 0  # responses so far
+        self.finished_lengths: list[int] = []  # of these, where a control is asked
+        self.finished_tokens = (0, 0)  # lengths of the shortest and the longest of them
+        self.lent: list[Replica] = []  # released, their GPUs not taken back
+        self.launching = False  # prompts begin at this moment, or when the weights that are on their way have come
 
     @property
     def requests(self) -> list[Request]:
