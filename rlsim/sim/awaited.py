@@ -1,34 +1,35 @@
-"""Running requests by the step at which something happens to them: one is complete, or outgrows its window."""
+"""Running requests by the step at which something happens to them: one is complete, or outgrows its window.
+
+They stand in a heap of (step, admission number, request). A request that left and came back has a new admission number;
+its older entries are stale and skipped.
+"""
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
+from heapq import heappop
 
 from rlsim.sim.request import Request
+
+Awaited = list[tuple[int, int, Request]]
 
 EVER = 2**62  # a later step than any response has
 
 
-class Awaited(list[tuple[int, int, Request]]):
-    """A heap of (step, admission number, request).
+def first(awaited: Awaited) -> int:
+    """The first step of a heap; `EVER` if nothing is awaited."""
+    while awaited:
+        step, order, request = awaited[0]
+        if request.order == order:
+            return step
+        heappop(awaited)
+    return EVER
 
-    A request that left and came back has a new admission number; its older entries are stale and skipped.
-    """
 
-    def add(self, step: int, request: Request) -> None:
-        heappush(self, (step, request.order, request))
-
-    def first(self, otherwise: int = 0) -> int:
-        """The first step; `otherwise` if nothing is awaited."""
-        while self and self[0][2].order != self[0][1]:
-            heappop(self)
-        return self[0][0] if self else otherwise
-
-    def due(self, step: int) -> list[Request]:
-        """The requests of that step or before, which are awaited no more."""
-        found = []
-        while self and self[0][0] <= step:
-            _, order, request = heappop(self)
-            if request.order == order:
-                found.append(request)
-        return found
+def due(awaited: Awaited, by: int) -> list[Request]:
+    """The requests of that step or before, which are awaited no more."""
+    found = []
+    while awaited and awaited[0][0] <= by:
+        _, order, request = heappop(awaited)
+        if request.order == order:
+            found.append(request)
+    return found

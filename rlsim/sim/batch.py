@@ -16,7 +16,7 @@ from operator import attrgetter
 
 from rlsim.cost.curve import DecodeCurve, InWindows
 from rlsim.cost.step import PLAIN_KV, Chunk, KvShape, StepCost
-from rlsim.sim.awaited import EVER, Awaited
+from rlsim.sim.awaited import EVER, Awaited, due, first
 from rlsim.sim.prefix_cache import PrefixCache
 from rlsim.sim.request import Request
 from rlsim.sim.windows import AttentionChunks, WindowTokens
@@ -120,7 +120,7 @@ class RunningBatch:
             generated = request.offset + self.step - request.prompt_tokens
             ahead = self._chunk_tokens - generated % self._chunk_tokens
             if generated + ahead < request.limit_tokens:
-                self._chunks.add(self.step + ahead, request)
+                heappush(self._chunks, (self.step + ahead, request.order, request))
 
     def advance(self, steps: int) -> None:
         """Every request has generated so many tokens more."""
@@ -153,7 +153,7 @@ class RunningBatch:
 
     def complete(self) -> list[Request]:
         """Let go of the requests that are complete or have used up their budget, and return them."""
-        finished = self._finishing.due(self.step)
+        finished = due(self._finishing, self.step)
         if finished:
             self.leave(finished)
         return finished
@@ -208,14 +208,14 @@ class RunningBatch:
 
     def chunks_complete(self) -> list[tuple[Request, int]]:
         """The requests whose next chunk is complete, and what they have generated (tokens); they go on."""
-        reached = self._chunks.due(self.step)
+        reached = due(self._chunks, self.step)
         self._await_chunks(reached)
         return [(request, request.offset + self.step - request.prompt_tokens) for request in reached]
 
     def clear(self) -> None:
-        self._finishing = Awaited()  # by the step that they leave at
-        self._longest = Awaited()  # by -offset, kept only where skew costs time
-        self._chunks = Awaited()  # by the step that completes the next chunk
+        self._finishing: Awaited = []  # by the step that they leave at
+        self._longest: Awaited = []  # by -offset, kept only where skew costs time
+        self._chunks: Awaited = []  # by the step that completes the next chunk
         if self._windows is not None:
             self._windows.clear()
 
@@ -277,11 +277,11 @@ class RunningBatch:
     def steps_ahead(self) -> int:
         """Decode steps until the first response leaves or completes a chunk, or the next step's pages are missing, or
         begin to be those to spare."""
-        steps = self._finishing.first() - self.step
+        steps = first(self._finishing) - self.step
         if self._same_level:
             steps = min(steps, self._same_level)
         if self._chunks:
-            steps = min(steps, self._chunks.first(EVER) - self.step)
+            steps = min(steps, first(self._chunks) - self.step)
         if self._windows is not None:
             steps = self._windows.steps_ahead(self.step, steps)
         if self._fits(self.tokens + self.size * (steps - 1)):
@@ -310,7 +310,7 @@ class RunningBatch:
         skew = self._skew
         if not skew or not self.size:
             return self.tokens
-        least = self._longest.first()
+        least = first(self._longest)
         return self.tokens + skew * (self.size * (self.step - least) - self.tokens)
 
     def in_windows(self, padded_tokens: float) -> InWindows | None:

@@ -6,8 +6,10 @@ grow by the same number in every step, so that a jump ends there and everything 
 
 from __future__ import annotations
 
+from heapq import heappush
+
 from rlsim.cost.curve import InWindows
-from rlsim.sim.awaited import EVER, Awaited
+from rlsim.sim.awaited import Awaited, due, first
 from rlsim.sim.request import Request
 
 
@@ -21,12 +23,12 @@ class WindowTokens:
     def clear(self) -> None:
         self.growing = 0  # requests with shorter contexts
         self._offsets = 0  # sum of their offsets from the step counter
-        self._outgrowing = Awaited()  # by the step at which a context is as long
+        self._outgrowing: Awaited = []  # by the step at which a context is as long
 
     def join(self, request: Request, step: int) -> None:
         """Await that a request, whose offset is set, outgrows its window."""
         if request.offset + step < self._window:
-            self._outgrowing.add(self._window - request.offset, request)
+            heappush(self._outgrowing, (self._window - request.offset, request.order, request))
 
     def count(self, request: Request, step: int, sign: int) -> bool:
         """Count a request in, or (`sign` -1) out; whether its context is shorter than the window."""
@@ -37,14 +39,14 @@ class WindowTokens:
         return True
 
     def outgrown(self, step: int) -> list[Request]:
-        found = self._outgrowing.due(step)
+        found = due(self._outgrowing, step)
         self.growing -= len(found)
         self._offsets -= sum([request.offset for request in found])
         return found
 
     def steps_ahead(self, step: int, most: int) -> int:
         """Steps until the next context is as long as the window, or `most`."""
-        return min(most, self._outgrowing.first(EVER) - step)
+        return min(most, first(self._outgrowing) - step)
 
     def read(self, step: int, size: int, padded_tokens: float, skew: float) -> InWindows | None:
         """What `size` requests read in windows, as a line over their padded context tokens, `padded_tokens` now.
@@ -72,7 +74,9 @@ class AttentionChunks(WindowTokens):
 
     def join(self, request: Request, step: int) -> None:
         """Await that a request, whose offset is set, enters its next chunk."""
-        self._outgrowing.add(self._start(request, step) + self._window + 1 - request.offset, request)
+        heappush(
+            self._outgrowing, (self._start(request, step) + self._window + 1 - request.offset, request.order, request)
+        )
 
     def count(self, request: Request, step: int, sign: int) -> bool:
         """Count a request in, or (`sign` -1) out; all layers keep the page that it fills."""
@@ -82,11 +86,11 @@ class AttentionChunks(WindowTokens):
         return True
 
     def outgrown(self, step: int) -> list[Request]:
-        found = self._outgrowing.due(step)
+        found = due(self._outgrowing, step)
         for request in found:
             self.growing += self._start(request, step) == self._window
             self._offsets -= self._window
-            self._outgrowing.add(step + self._window, request)
+            heappush(self._outgrowing, (step + self._window, request.order, request))
         return found
 
     def pages_left_behind(self, request: Request, step: int, page_tokens: int) -> int:
@@ -100,6 +104,6 @@ class AttentionChunks(WindowTokens):
             return None
         padded = float(self._offsets + size * step)
         if skew:
-            longest = self._window + 1 + step - self._outgrowing.first()  # of the next one to enter another chunk
+            longest = self._window + 1 + step - first(self._outgrowing)  # of the next one to enter another chunk
             padded += skew * (size * longest - padded)
         return InWindows(padded - padded_tokens, 1.0)
