@@ -175,7 +175,7 @@ def run_token_by_token(costs: RolloutCostModel, lengths: Lengths) -> RefResult:
             max_num_seqs=CONFIG.max_num_seqs,
             max_num_batched_tokens=CONFIG.max_num_batched_tokens,
             chunked_prefill=CONFIG.chunked_prefill,
-            watermark_pages=CONFIG.watermark_pages(costs.capacity_pages(1)),
+            free_pages=CONFIG.watermark_pages(costs.capacity_pages(1)),
         ),
         cap_tokens=CAP_TOKENS,
         control=OneGpuEach(),

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from hypothesis import strategies as st
-from reference import RefEngine, RefTools
+from reference import RefEngine
 from reference_hybrid import HybridRollingRun, HybridRun, RefHybrid
 from reference_open import OpenResult, RefCheck, RefRewards, RollingRun, _Run
-from test_engine import FixedWatermark, calls_of, environment_of
 from workloads import (
     COUNT,
     KV,
@@ -44,12 +43,14 @@ from rlsim.sim.continuous import Continuous, OpenView, Ready, Update
 from rlsim.sim.control import Action, ControlContext, KvHandling, Prompt, RequestView, RolloutView, actions_of
 from rlsim.sim.drawn import AcceptanceDraws
 from rlsim.sim.elastic import Pieces
+from rlsim.sim.environment import EnvironmentConfig
 from rlsim.sim.gpus import HybridReplicas
 from rlsim.sim.outcome import Outcome
 from rlsim.sim.request import Request
 from rlsim.sim.reward import RewardFunction, RewardJob
 from rlsim.sim.run import simulate
 from rlsim.sim.simulation import CallTimes, Relay, Simulation
+from rlsim.trace.turns import AgentCall, ToolCall
 from rlsim.workflow import Call, Edge, Placement, Plan, Workflow
 from rlsim.workflow.graph import CallKind
 
@@ -189,15 +190,14 @@ class OpenRun:
     times: StepTimes = field(default_factory=StepTimes)
 
 
-def longer(calls: Iterable[tuple[Any, ...]], factor: float, nothing: float = 0.0) -> tuple[tuple[Any, ...], ...]:
+def longer(calls: Iterable[ToolCall], factor: float, nothing: float = 0.0) -> tuple[ToolCall, ...]:
     """The same calls with times `factor` as long, and those of no time as long as `nothing`."""
 
-    def of(agent: tuple[Any, ...]) -> tuple[Any, ...]:
-        return *agent[:2], longer(agent[2], factor, nothing), *(factor * (s or nothing) for s in agent[3:])
+    def of(agent: AgentCall) -> AgentCall:
+        times = (factor * (s or nothing) for s in (agent.delay_s, agent.told_s))
+        return AgentCall(*agent[:2], longer(agent.tool_calls, factor, nothing), *times)
 
-    return tuple(
-        (*call[:2], factor * (call[2] or nothing), *(tuple(map(of, agents)) for agents in call[3:])) for call in calls
-    )
+    return tuple(ToolCall(*call[:2], factor * (call.tool_s or nothing), tuple(map(of, call.agents))) for call in calls)
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class OpenWorkload:
     node_gpus: tuple[int, ...] = (1,)
     tp: int = 1
     costs: StubCosts = StubCosts({1: LinearStep(a=1.0)}, {1: 10**6})  # noqa: RUF009
-    engine: RefEngine = RefEngine(1, 256, 8192, False, 0)  # noqa: RUF009
+    engine: RefEngine = RefEngine()  # noqa: RUF009
     routing: Literal["contiguous", "round_robin"] = "contiguous"
     control: Scripted = Nothing()  # noqa: RUF009
     checks: tuple[tuple[RefCheck, ...], ...] = ()  # empty: rewards are not asked for
@@ -227,8 +227,8 @@ class OpenWorkload:
     grouped: bool = False  # training takes the responses of a prompt together
     spread_s: float = 0.0  # where replicas take new weights on their own: until all nodes have them
     pull_s: float = 0.0  # then: until a replica has them
-    tools: RefTools | None = None  # where trajectories act; None: there are none
-    calls: tuple[tuple[tuple[Any, ...], ...], ...] = ()  # of trajectories, over and over again
+    tools: EnvironmentConfig | None = None  # where trajectories act; None: there are none
+    calls: tuple[tuple[ToolCall, ...], ...] = ()  # of trajectories, over and over again
 
     @property
     def rolling(self) -> bool:
@@ -238,7 +238,7 @@ class OpenWorkload:
     @property
     def only_newer(self) -> bool:
         """Whether no response goes to a replica with older weights than it had."""
-        return not (self.tools and self.tools.least_context)
+        return not (self.tools and self.tools.returns == "least_context")
 
     def each(self, way: Literal["interrupt", "drain"], spread_s: float, pull_s: float) -> OpenWorkload:
         """The same where each replica takes new weights on its own, without a control."""
@@ -252,15 +252,16 @@ class OpenWorkload:
     def of_prompt(self, position: int) -> tuple[tuple[int, int], ...]:
         return self.sizes[position % len(self.sizes)]
 
-    def tools_of(self, position: int, sample: int) -> tuple[tuple[Any, ...], ...]:
+    def tools_of(self, position: int, sample: int) -> tuple[ToolCall, ...]:
         """The tool calls of a response, as far as its length goes; every other prompt's lose no sandbox by time."""
         if not self.calls:
             return ()
         of_prompt = self.of_prompt(position)
         _, length = of_prompt[sample % len(of_prompt)]
         calls = self.calls[(position * len(of_prompt) + sample) % len(self.calls)]
-        most_s = self.tools.timeout_s if self.tools and self.tools.restarts >= 0 and position % 2 else math.inf
-        calls = tuple(call for call in calls if call[0] + call[1] < length and call[2] < most_s / 2)
+        loses = self.tools is not None and self.tools.on_failure != "repeat" and position % 2
+        most_s = (self.tools.timeout or math.inf) if loses else math.inf
+        calls = tuple(call for call in calls if call[0] + call[1] < length and call.tool_s < most_s / 2)
         return longer(calls, 1.0 + random.Random(1000 * position + sample).random())  # of no two they are alike
 
     @property
@@ -301,7 +302,7 @@ class OpenWorkload:
 
         def requests(launched: Sequence[Prompt], samples: int, first_id: int) -> list[Request]:
             keys = [(prompt.position, prompt.first_sample + i) for prompt in launched for i in range(samples)]
-            calls = [calls_of(self.tools_of(*key)) for key in keys]
+            calls = [self.tools_of(*key) for key in keys]
             new = [
                 Request(first_id + i, at, *self.of_prompt(at)[sample % samples], row=sample, tool_calls=calls[i])
                 for i, (at, sample) in enumerate(keys)
@@ -320,7 +321,7 @@ class OpenWorkload:
         rollout = [n * GPUS_PER_NODE + gpu for n, gpus in enumerate(self.node_gpus) for gpu in range(gpus)]
         trainer = tuple(gpu for node in self.trainer for gpu in node)
         gpus = {"generate": tuple(rollout), "reward": (), "sync": (*rollout, *trainer)}
-        workflow, engine = self.workflow(), self.engine
+        workflow = self.workflow()
         return Simulation(
             workflow=workflow,
             plan=Plan(
@@ -340,12 +341,12 @@ class OpenWorkload:
             costs=self.costs,
             times=times,
             scoring=Scoring(self.rewards),
-            config=FixedWatermark.of(engine),
+            config=self.engine,
             cap_tokens=self.cap_tokens,
             steps=len(self.sync_s),
             batching=Batchings((self.rule, self.filter)),
             routing=self.routing,
-            environment=environment_of(self.tools) if self.tools else None,
+            environment=self.tools,
         )
 
     def simulate(self) -> OpenRun:
@@ -461,7 +462,7 @@ def open_workloads(draw: st.DrawFn, clock: Clock = "real", always: Extension | N
     node_gpus = draw(st.sampled_from(MESHES))
     gpus = math.gcd(*node_gpus)
     tp = draw(st.sampled_from(degrees(gpus)))
-    engine = draw(engines(["off", "scheduled", "prefilled"]))
+    engine = draw(engines([None, "scheduled", "prefilled"]))
     full = [-(-(p + n) // engine.page_tokens) for prompt in sizes for p, n in prompt]
     room = st.one_of(st.integers(0, max(full)), st.integers(0, 3 * sum(full)))
     rng = random.Random(draw(st.integers(0, 2**32)))
@@ -534,12 +535,12 @@ def open_agents(draw: st.DrawFn) -> OpenWorkload:
     work = draw(draw(st.sampled_from([open_workloads, rolling]))("real"))
     calls = tuple(draw(tool_calls(i, work.cap_tokens, 0)) for i in range(draw(st.integers(1, 12))))
     if draw(st.booleans()):
-        calls = tuple(tuple(call[:3] for call in own) for own in calls)
+        calls = tuple(tuple(call._replace(agents=()) for call in own) for own in calls)
     else:
         calls = tuple(longer(own, 1.0, 0.003) for own in calls)
-    tools = replace(draw(environments()), together=False)
+    tools = draw(environments()).model_copy(update={"turns": "each"})
     if work.node_gpus != (work.tp,):  # who of several is first is left open, and those of replicas alike begin together
-        tools = replace(tools, sandboxes=0, workers=0, least_context=False)
+        tools = tools.model_copy(update={"sandboxes": None, "workers": None, "returns": "same_replica"})
     return replace(work, calls=calls, tools=tools)
 
 

@@ -21,6 +21,9 @@ from rlsim.cost.transfer import SwitchCost, SwitchWay
 from rlsim.sim.actions import Abort, Extend, Migrate, Reconfigure, Release, Stop
 from rlsim.sim.control import Action, KvHandling, Launch, ReplicaView, RequestView, RolloutControl, RolloutCosts
 from rlsim.sim.drawn import AcceptanceDraws
+from rlsim.sim.environment import EnvironmentConfig
+from rlsim.sim.request import EngineConfig
+from rlsim.trace.turns import AgentCall, ToolCall
 
 ONE_MOMENT = 1e-11
 #: The number of a sub-agent is that of its trajectory and a multiple of this.
@@ -55,38 +58,22 @@ class RefRequest:
     response_tokens: int
     generated: int = 0  # above 0: resumed
     budget_tokens: int = 0  # 0: none
-    #: After so many tokens: tokens observed, seconds, and perhaps sub-agents (prompt, length, tools, seconds until it
-    #: begins, and from its end until the one that waits is told); those ahead.
-    tools: Sequence[tuple[Any, ...]] = ()
+    tools: Sequence[ToolCall] = ()  # those ahead
     predicted_tokens: float = 0.0  # 0: nothing is
     micro_batch: int = 0
     acceptance: tuple[Any, ...] = ((),)  # what its numbers for decode steps are drawn with
 
 
-@dataclass(frozen=True)
-class RefTools:
-    """What runs tool calls; 0: as many as are wanted."""
+class RefEngine(EngineConfig):
+    """Settings of the engine and of its reference: a watermark in pages, and no prefix cache unless it is told."""
 
-    sandboxes: int = 0
-    start_s: float = 0.0
-    workers: int = 0
-    together: bool = False
-    least_context: bool = False
-    keep_kv_s: float = 0.0  # for so long its pages are kept for a trajectory
-    timeout_s: float = math.inf
-    restarts: int = -1  # of a trajectory whose call fails or reaches its time-out, then it is dropped; -1: it goes on
-    failures: float = 0.0
-    retries: int = 0  # of a call that fails, where nothing begins again
+    page_tokens: int = 1
+    max_num_seqs: int = 256
+    enable_prefix_caching: bool = False
+    free_pages: int = 0
 
-
-@dataclass(frozen=True)
-class RefEngine:
-    page_tokens: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    chunked_prefill: bool
-    watermark_pages: int
-    prefix_hits: Literal["off", "scheduled", "prefilled"] = "off"
+    def watermark_pages(self, capacity_pages: int) -> int:
+        return self.free_pages
 
 
 @dataclass(frozen=True)
@@ -174,7 +161,7 @@ class RefRollout:
     resumed: tuple[RefRequest, ...] = ()
     chunk_tokens: int = 0
     handover_s: float = 0.0
-    tools: RefTools | None = None  # where trajectories act; None: there are none
+    tools: EnvironmentConfig | None = None  # where trajectories act; None: there are none
     micro_batches: int = 1  # of the requests that a replica begins with
 
     def launched(self, launch: Launch, first_id: int) -> Sequence[RefRequest]:
@@ -221,11 +208,11 @@ class _Request(RefRequest):
     @property
     def limit(self) -> int:
         """Tokens with which it leaves: it finishes, pauses, or calls a tool."""
-        return min(self.budget, self.tools[0][0]) if self.tools else self.budget
+        return min(self.budget, self.tools[0].after_tokens) if self.tools else self.budget
 
     @property
     def calls(self) -> bool:
-        return bool(self.tools) and self.generated == self.tools[0][0]
+        return bool(self.tools) and self.generated == self.tools[0].after_tokens
 
     @property
     def calls_over(self) -> int:
@@ -256,8 +243,8 @@ class _Call:
     lost: bool = False
 
     @property
-    def agents(self) -> tuple[Any, ...]:
-        return self.request.tools[0][3] if len(self.request.tools[0]) > 3 else ()
+    def agents(self) -> tuple[AgentCall, ...]:
+        return self.request.tools[0].agents
 
 
 @dataclass(eq=False)
@@ -424,7 +411,7 @@ class _Rollout:
 
     def __init__(self, work: Any, requests: Sequence[RefRequest]) -> None:
         self.work, self.now, self.admissions = work, 0.0, 0
-        self.tools, self.paused_at_tools = work.tools or RefTools(), False
+        self.tools, self.paused_at_tools = work.tools or EnvironmentConfig(), False
         self.node_gpus, self.costs, self.engine, self.control = work.node_gpus, work.costs, work.engine, work.control
         tp, costs = work.tp, work.costs
         self.at_tools: list[_Call] = []  # in the order in which they were asked for
@@ -499,7 +486,7 @@ class _Rollout:
     def prefix_hits(self) -> Literal["off", "scheduled", "prefilled"]:
         """Prefixes are shared where a page of KV holds so many tokens in every layer."""
         plain = all(self.costs_of(replica).step(replica.tp).kv == PLAIN_KV for replica in self.replicas)
-        return self.engine.prefix_hits if plain else "off"
+        return self.engine.prefix_hits or "scheduled" if plain and self.engine.enable_prefix_caching else "off"
 
     def in_use(self, replica: _Replica) -> set[Page]:
         """Pages of running and prefilling requests, and all that are there of their prompts."""
@@ -747,7 +734,7 @@ class _Rollout:
                 break
             if any(r.micro_batch < head.micro_batch for r in replica.admitted):
                 break
-            watermark = engine.watermark_pages * units if replica.admitted else 0
+            watermark = engine.free_pages * units if replica.admitted else 0
             found = self.find(replica, head)
             in_use = self.in_use(replica) if found else set()
             new = self.pages_of(head.context, kv) - len([page for page in found if page in in_use])
@@ -956,14 +943,14 @@ class _Rollout:
             if call.where == "sandbox" and call.request.root in self.sandboxes:
                 call.where = "worker"
                 self.for_workers.append(call)
-            elif call.where == "sandbox" and not 0 < tools.sandboxes <= len(self.sandboxes):
+            elif call.where == "sandbox" and not 0 < (tools.sandboxes or 0) <= len(self.sandboxes):
                 self.sandboxes.append(call.request)
                 call.where, call.until = "starts", self.now + tools.start_s
             if call.where == "starts" and self.reached(call.until):
                 call.where = "worker"
                 self.for_workers.append(call)
         for call in list(self.for_workers):
-            if not 0 < tools.workers <= sum(other.where == "runs" for other in self.at_tools):
+            if not 0 < (tools.workers or 0) <= sum(other.where == "runs" for other in self.at_tools):
                 self.for_workers.remove(call)
                 call.where, call.takes_s = "runs", self.takes_s(call)
                 call.until = self.now + call.takes_s
@@ -992,14 +979,14 @@ class _Rollout:
 
     def takes_s(self, call: _Call) -> float:
         """How long it runs, failures included; with one, or at its time-out, a sandbox may be lost."""
-        tools, r, seconds = self.tools, call.request, call.request.tools[0][2]
-        once, tries = min(seconds, tools.timeout_s), 1
+        tools, r, seconds = self.tools, call.request, call.request.tools[0].tool_s
+        most_s = math.inf if tools.timeout is None else tools.timeout
+        once, tries = min(seconds, most_s), 1
         numbers = default_rng((0, *self.sample(r.root), r.root.attempts, *r.path, r.calls_over + 1))
-        if tools.restarts >= 0 and not r.parent:
-            call.lost = numbers.random() < tools.failures or seconds > tools.timeout_s
+        if tools.on_failure != "repeat" and not r.parent:
+            call.lost = numbers.random() < tools.failures or seconds > most_s
             return once
-        most = tools.retries if tools.restarts < 0 else tools.restarts
-        while tries <= most and numbers.random() < tools.failures:
+        while tries <= tools.retries and numbers.random() < tools.failures:
             tries += 1
         return once * tries
 
@@ -1009,7 +996,7 @@ class _Rollout:
     def lose(self, call: _Call) -> None:
         """Its sandbox is lost: it begins again, or is dropped."""
         r = call.request
-        if r.attempts == self.tools.restarts:
+        if r.attempts == self.tools.retries:
             self.aborting.add(r)
             self.stay_away()
             self.paused_at_tools = True
@@ -1026,9 +1013,8 @@ class _Rollout:
             return
         call.where = "over"
         if not call.lost:
-            _, observed, *_ = r.tools[0]
-            r.generated, r.tools = r.generated + observed, r.tools[1:]
-        if not self.tools.together:
+            r.generated, r.tools = r.generated + r.tools[0].observation_tokens, r.tools[1:]
+        if self.tools.turns == "each":
             self.came_back.append(self.come_back(call))
 
     def follow_agents(self) -> bool:
@@ -1082,7 +1068,7 @@ class _Rollout:
                 self.unpinning.append((call.home, r))
             return []
         r.state = "waiting"
-        if call.home and call.home.active and not (self.tools.least_context or call.lost):
+        if call.home and call.home.active and not (self.tools.returns == "least_context" or call.lost):
             call.home.arrive(r, self.now)
             return []
         if call.home:
@@ -1466,7 +1452,7 @@ class Arrival:
     last: bool
 
 
-def score(arrivals: Sequence[Arrival], step: StepCost, engine: RefEngine, capacity_pages: int) -> dict[int, float]:
+def score(arrivals: Sequence[Arrival], step: StepCost, engine: EngineConfig, capacity_pages: int) -> dict[int, float]:
     """When one replica of a scoring model is done with each sequence. Everything is counted anew each time."""
     come: dict[int, int] = {}
     cached: dict[int, int] = {}

@@ -24,7 +24,7 @@ from rlsim.sim.run import simulate
 
 UNBOUNDED = 1000  # updates
 Floats = NDArray[np.float64]
-ENGINE = RefEngine(1, 10**6, 10**6, True, 0)  # page, sequences and tokens of an iteration, chunked, watermark
+ENGINE = RefEngine(max_num_seqs=10**6, max_num_batched_tokens=10**6, chunked_prefill=True)
 COSTS = StubCosts({1: LinearStep(a=1.0)}, {1: 10**9})
 
 

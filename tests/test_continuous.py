@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import pytest
 from open_workloads import OpenRun, OpenWorkload, Rule, StepTimes
-from reference import RefTools
 from reference_open import RefCheck
 from workloads import At, LinearStep, StubCosts
 
@@ -21,8 +20,10 @@ from rlsim.sim.actions import Reconfigure, Release
 from rlsim.sim.batching import Batching
 from rlsim.sim.continuous import OpenView, Update
 from rlsim.sim.control import Action
+from rlsim.sim.environment import EnvironmentConfig
 from rlsim.sim.request import Request, UpdatedKv
 from rlsim.sim.run import simulate
+from rlsim.trace.turns import ToolCall
 from rlsim.workflow import Call
 
 COSTS = StubCosts({1: LinearStep(a=1.0, p=1 / 8)}, {1: 10**6})
@@ -287,8 +288,10 @@ def test_a_run_ends_while_a_node_switches() -> None:
 
 
 def test_a_run_whose_trajectories_are_all_dropped_is_an_error() -> None:
-    lost = RefTools(restarts=0, failures=0.9999)
-    work = OpenWorkload((((8, 8),),), 1, two(), (1.0,), (1.0,), costs=COSTS, tools=lost, calls=(((1, 1, 5.0),),))
+    lost = EnvironmentConfig(on_failure="drop", failures=0.9999)
+    work = OpenWorkload(
+        (((8, 8),),), 1, two(), (1.0,), (1.0,), costs=COSTS, tools=lost, calls=((ToolCall(1, 1, 5.0),),)
+    )
     with pytest.raises(PolicyError, match=r"dropped, .* no end in sight"):
         work.simulate()
 

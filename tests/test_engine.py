@@ -13,7 +13,7 @@ import pytest
 import simpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reference import RefEngine, RefRequest, RefResult, RefStay, RefTools
+from reference import RefEngine, RefRequest, RefResult, RefStay
 from workloads import (
     At,
     By,
@@ -41,59 +41,13 @@ from rlsim.sim.drawn import AcceptanceDraws
 from rlsim.sim.environment import EnvironmentConfig, Environments
 from rlsim.sim.recorder import Recorder
 from rlsim.sim.replica import ChunkListener
-from rlsim.sim.request import AGENT, EngineConfig, Request
+from rlsim.sim.request import AGENT, Request
 from rlsim.sim.rollout import Rollout
 from rlsim.sim.scheduler import Scheduler
 from rlsim.sim.stage import GenerationStage
 from rlsim.trace.turns import AgentCall, ToolCall
 
 CLOSE = 1e-9
-
-
-class FixedWatermark(EngineConfig):
-    """A watermark in pages, as the reference has it."""
-
-    pages: int
-
-    @classmethod
-    def of(cls, engine: RefEngine) -> FixedWatermark:
-        """The reference's settings as the engine takes them."""
-        return cls(
-            page_tokens=engine.page_tokens,
-            max_num_seqs=engine.max_num_seqs,
-            max_num_batched_tokens=engine.max_num_batched_tokens,
-            chunked_prefill=engine.chunked_prefill,
-            enable_prefix_caching=engine.prefix_hits != "off",
-            prefix_hits=None if engine.prefix_hits == "off" else engine.prefix_hits,
-            pages=engine.watermark_pages,
-        )
-
-    def watermark_pages(self, capacity_pages: int) -> int:
-        return self.pages
-
-
-def calls_of(tools: Sequence[tuple[Any, ...]]) -> tuple[ToolCall, ...]:
-    """The reference's calls as the engine takes them."""
-    return tuple(
-        ToolCall(*call[:3], tuple(AgentCall(*agent[:2], calls_of(agent[2]), *agent[3:]) for agent in agents))
-        for call in tools for agents in [call[3] if len(call) > 3 else ()]
-    )  # fmt: skip
-
-
-def environment_of(tools: RefTools) -> EnvironmentConfig:
-    """The reference's settings as the engine takes them."""
-    return EnvironmentConfig(
-        sandboxes=tools.sandboxes or None,
-        start_s=tools.start_s,
-        workers=tools.workers or None,
-        turns="together" if tools.together else "each",
-        returns="least_context" if tools.least_context else "same_replica",
-        keep_kv="pinned" if tools.keep_kv_s == math.inf else tools.keep_kv_s,
-        timeout=tools.timeout_s if tools.timeout_s < math.inf else None,
-        on_failure="repeat" if tools.restarts < 0 else "restart" if tools.restarts else "drop",
-        retries=tools.retries if tools.restarts < 0 else tools.restarts,
-        failures=tools.failures,
-    )
 
 
 def simulate(work: Workload, chunk_at: dict[tuple[int, int], float] | None = None) -> tuple[Rollout, Recorder]:
@@ -108,7 +62,7 @@ def simulate(work: Workload, chunk_at: dict[tuple[int, int], float] | None = Non
 
     def made(given: Sequence[RefRequest]) -> list[Request]:
         requests = [
-            Request(r.id, r.position, r.prompt_tokens, r.response_tokens, r.generated, tool_calls=calls_of(r.tools))
+            Request(r.id, r.position, r.prompt_tokens, r.response_tokens, r.generated, tool_calls=tuple(r.tools))
             for r in given
         ]
         for request, r in zip(requests, given, strict=True):
@@ -119,7 +73,6 @@ def simulate(work: Workload, chunk_at: dict[tuple[int, int], float] | None = Non
         return requests
 
     recorder = Recorder()
-    engine = work.engine
     ends = itertools.accumulate(work.node_gpus)
     rollout = Rollout(
         env,
@@ -130,14 +83,14 @@ def simulate(work: Workload, chunk_at: dict[tuple[int, int], float] | None = Non
             resumed=made(work.resumed),
             chunks=ChunkListener(work.chunk_tokens, work.handover_s, note) if work.chunk_tokens else None,
             costs=work.costs,
-            config=FixedWatermark.of(engine),
+            config=work.engine,
             control=work.control,
             cap_tokens=work.cap_tokens,
             recorder=recorder,
             routing=work.routing,
             micro_batches=work.micro_batches,
             launcher=lambda launch: made(work.launched(launch, len(rollout.requests))),
-            environments=Environments(env, environment_of(work.tools)) if work.tools else None,
+            environments=Environments(env, work.tools) if work.tools else None,
         ),
     )
     env.run(rollout.done)
@@ -245,7 +198,7 @@ def check(work: Workload) -> None:
     if (
         undone
         and isinstance(getattr(work.control, "finish", work.control), Ranked)
-        and work.engine.prefix_hits != "off"
+        and work.engine.enable_prefix_caching
     ):
         check_invariants(work, rollout, recorder)  # the specification leaves open what stays evicted ("Ties")
         return
@@ -270,8 +223,8 @@ def _coming_home(work: Workload) -> Workload:
     """Nobody comes back where the least context is while workers are scarce, which leaves ties open, or while KV is
     pinned elsewhere: in a few of a hundred such rollouts the two evict it in another order, and why is open."""
     tools = work.tools
-    elsewhere = tools is not None and tools.least_context and (tools.keep_kv_s or tools.workers)
-    return replace(work, tools=replace(tools, least_context=False)) if elsewhere else work
+    elsewhere = tools is not None and (tools.keep_kv_s or tools.workers)
+    return replace(work, tools=tools.model_copy(update={"returns": "same_replica"})) if elsewhere else work
 
 
 class Told(Nothing):
@@ -306,13 +259,13 @@ def in_turns(draw: st.DrawFn) -> Workload:
     requests, gpus = [], rng.choice([(1,), (1, 1)])
     for i in range(rng.randint(3, 5)):
         prompt, first, seen, rest = rng.randint(1, 12), rng.randint(1, 6), rng.randint(0, 10), rng.randint(1, 12)
-        tools = ((first, seen, float(rng.randint(0, 12))),) if rng.random() < 0.6 else ()
+        tools = (ToolCall(first, seen, float(rng.randint(0, 12))),) if rng.random() < 0.6 else ()
         requests.append(RefRequest(i, i, prompt, first + rest + (seen if tools else 0), tools=tools))
     room = max(r.prompt_tokens + r.response_tokens for r in requests) + rng.randint(0, 14)
     steps, hosts = {1: LinearStep(a=1.0, p=rng.choice([0, 0.25]))}, {1: HostKv(rng.choice([4, 100]), 0.0, 0.25)}
     work = by_hand([(1, 1)], Nothing(), gpus, steps=steps, pages={1: room}, hosts=hosts)
-    engine = replace(work.engine, prefix_hits=rng.choice(["prefilled", "scheduled"]))
-    where = RefTools(together=True, least_context=True, keep_kv_s=math.inf)
+    engine = RefEngine(enable_prefix_caching=True, prefix_hits=rng.choice(["prefilled", "scheduled"]), max_num_seqs=16)
+    where = EnvironmentConfig(turns="together", returns="least_context", keep_kv="pinned")
     return replace(work, requests=tuple(requests), cap_tokens=40, engine=engine, tools=where)
 
 
@@ -359,7 +312,7 @@ def by_hand(sizes: Sequence[tuple[int, int]], control: Scripted, gpus: Sequence[
         node_gpus=tuple(gpus),
         tp=1,
         costs=StubCosts(**{**costs, **more}),
-        engine=RefEngine(1, 16, 8192, chunked_prefill=False, watermark_pages=0),
+        engine=RefEngine(max_num_seqs=16),
         cap_tokens=max(tokens for _, tokens in sizes),
         control=control,
         routing="contiguous" if len(gpus) > 1 else "round_robin",
@@ -425,9 +378,9 @@ def test_a_migration_does_not_wait_for_what_an_earlier_one_has_told_to_leave() -
 def test_a_turn_together_waits_for_who_is_told_of_its_sub_agent_at_the_moment_at_which_the_last_call_ends() -> None:
     """Both call after 2 s: one a tool of 4 s, one a sub-agent, which takes 3 s and is told of a second later."""
     work = by_hand([(4, 4), (4, 4)], Nothing())
-    calls = (2, 0, 4.0), (2, 0, 1.0, ((4, 3, (), 0.0, 1.0),))
+    calls = ToolCall(2, 0, 4.0), ToolCall(2, 0, 1.0, (AgentCall(4, 3, told_s=1.0),))
     requests = tuple(replace(r, tools=(call,)) for r, call in zip(work.requests, calls, strict=True))
-    work = replace(work, requests=requests, tools=RefTools(together=True))
+    work = replace(work, requests=requests, tools=EnvironmentConfig(turns="together"))
     assert [r.finished_at for r in simulate(work)[0].requests] == [8.0, 8.0]
     check(work)
 
@@ -435,8 +388,8 @@ def test_a_turn_together_waits_for_who_is_told_of_its_sub_agent_at_the_moment_at
 def test_who_comes_back_where_the_least_context_is_is_dealt_after_what_leaves_at_that_moment() -> None:
     """At 8 s the call is over, and the first replica, of more context, is done with its other response."""
     work = by_hand([(4, 8), (2, 20), (4, 4)], Nothing(), (2,))
-    requests = (*work.requests[:2], replace(work.requests[2], tools=((2, 0, 6.0),)))
-    work = replace(work, requests=requests, tools=RefTools(least_context=True))
+    requests = (*work.requests[:2], replace(work.requests[2], tools=(ToolCall(2, 0, 6.0),)))
+    work = replace(work, requests=requests, tools=EnvironmentConfig(returns="least_context"))
     check(work)
     assert simulate(work)[0].by_id[2].replica == 0
 
@@ -449,9 +402,9 @@ def test_sub_agents_of_a_lost_sandbox_end_where_they_came_back_to_a_node_that_wa
 
     sizes, steps = [(4, 6), (16, 4), (4, 20)], dict.fromkeys((1, 2), LinearStep(a=4.0, p=1 / 8))
     work = by_hand(sizes, By(once, ()), (2,), steps=steps)
-    agent = 4, 50, ((2, 0, 1.5),), 0.0, 0.0
-    requests = (replace(work.requests[0], tools=((2, 0, 100.0, (agent,)),)), *work.requests[1:])
-    work = replace(work, requests=requests, tools=RefTools(timeout_s=11.0, restarts=1))
+    agent = AgentCall(4, 50, (ToolCall(2, 0, 1.5),))
+    requests = (replace(work.requests[0], tools=(ToolCall(2, 0, 100.0, (agent,)),)), *work.requests[1:])
+    work = replace(work, requests=requests, tools=EnvironmentConfig(timeout=11.0, on_failure="restart", retries=1))
     check(work)
     assert simulate(work)[0].env.now < 100, "as long as 50 tokens would take"
 
@@ -463,9 +416,9 @@ def test_pins_that_gave_way_to_an_admission_are_older_than_what_leaves_at_the_ne
     room for 4 more, so the trajectory, back at 40 s, finds 2 of its 10 tokens.
     """
     work = by_hand([(8, 6), (14, 1), (3, 1)], Nothing(), steps={1: LinearStep(a=1.0, p=1.0)}, pages={1: 20})
-    requests = (replace(work.requests[0], tools=((2, 0, 30.0),)), *work.requests[1:])
-    engine = replace(work.engine, max_num_seqs=1, prefix_hits="scheduled")
-    work = replace(work, requests=requests, engine=engine, tools=RefTools(keep_kv_s=math.inf))
+    requests = (replace(work.requests[0], tools=(ToolCall(2, 0, 30.0),)), *work.requests[1:])
+    engine = RefEngine(max_num_seqs=1, enable_prefix_caching=True)
+    work = replace(work, requests=requests, engine=engine, tools=EnvironmentConfig(keep_kv="pinned"))
     check(work)
     assert [r.finished_at for r in simulate(work)[0].requests] == [52.0, 25.0, 29.0]
 
@@ -492,7 +445,7 @@ def static(lengths: Sequence[int], pages: int = 10**6, tp: int = 1, gpus: int = 
     a, b, t = rng.uniform(2e-3, 2e-2), rng.uniform(1e-5, 1e-3), rng.uniform(1e-7, 1e-5)
     steps = {d: LinearStep(a, b, t, p=2 * b, q=t, scale=0.3 + 0.7 / d, tp=d) for d in (1, 2, 4, 8) if d <= gpus}
     work = by_hand([(20, n) for n in lengths], Nothing(), (gpus,), steps=steps, pages=dict.fromkeys(steps, pages))
-    return replace(work, tp=tp, engine=RefEngine(16, 256, 2048, chunked_prefill=False, watermark_pages=0))
+    return replace(work, tp=tp, engine=RefEngine(page_tokens=16, max_num_batched_tokens=2048))
 
 
 LENGTHS = st.lists(st.one_of(st.integers(1, 400), st.just(1), st.just(100)), min_size=1, max_size=24)

@@ -49,7 +49,7 @@ class KeepAlways(BorrowAlways):
 SLOW = StubCosts({1: LinearStep(a=1.0, p=1 / 8)}, {1: 1000})
 FAST = StubCosts({1: LinearStep(a=0.5, p=1 / 16)}, {1: 1000})
 TRAINER = 8
-ONE_AT_A_TIME = RefEngine(1, 1, 8192, False, 0)
+ONE_AT_A_TIME = RefEngine(max_num_seqs=1)
 
 
 def steps_of_four(eta: int, control: RolloutControl | None, load_s: float = 2.0, steps: int = 2) -> Outcome:

@@ -9,7 +9,7 @@ import pytest
 import simpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from reference import Arrival, RefEngine, score
+from reference import Arrival, score
 from test_systems import OneEach, Times, simulated, train
 from workloads import LinearStep
 
@@ -112,16 +112,11 @@ def test_what_a_scoring_model_did_is_reported() -> None:
 
 
 def serve(
-    arrivals: Sequence[Arrival], step: StepCost, engine: RefEngine, pages: int
+    arrivals: Sequence[Arrival], step: StepCost, engine: EngineConfig, pages: int
 ) -> tuple[dict[int, float], StreamingScorer]:
     """What the scoring model makes of these."""
     env = simpy.Environment()
-    config = EngineConfig(
-        page_tokens=engine.page_tokens,
-        max_num_seqs=engine.max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-    )
-    scorer = StreamingScorer(env, [(0,)], step, pages, config, Recorder())
+    scorer = StreamingScorer(env, [(0,)], step, pages, engine, Recorder())
     total = {a.id: a.tokens for a in arrivals if a.last}
     requests = {i: Request(i, i, 1, n - 1, n - 1) for i, n in total.items()}
     scored_at: dict[int, float] = {}
@@ -150,7 +145,8 @@ def test_the_scoring_model_equals_its_reference(seed: int, ties: bool) -> None:
         for tokens in [*range(chunk, total, chunk), total]:
             arrivals.append(Arrival(at, i, tokens, tokens == total))
             at += float(rng.randint(1, 3)) if ties else rng.uniform(0.01, 3.0)
-    engine = RefEngine(rng.choice([1, 4, 16]), rng.choice([1, 3, 100]), rng.choice([5, 20, 1000]), False, 0)
+    page, seqs, tokens = map(rng.choice, ([1, 4, 16], [1, 3, 100], [5, 20, 1000]))
+    engine = EngineConfig(page_tokens=page, max_num_seqs=seqs, max_num_batched_tokens=tokens)
     largest = max(-(-a.tokens // engine.page_tokens) for a in arrivals)
     pages = largest + rng.choice([0, 3, 20, 10**6])
     step = LinearStep(a=0.25, p=1 / 64) if ties else LinearStep(a=rng.uniform(0.01, 1.0), p=0.013, q=1e-4)
@@ -166,7 +162,7 @@ def test_the_scoring_model_equals_its_reference(seed: int, ties: bool) -> None:
 def test_the_last_to_come_loses_its_cache_where_pages_are_missing() -> None:
     # 10 pages of a token. At 0 s 4 tokens of 0, at 1 s 4 of 1 (0.5 + 4/4 s each). At 5 s 8 of 0: 4 more, so 1 goes.
     arrivals = [Arrival(0, 0, 4, False), Arrival(2, 1, 4, False), Arrival(5, 0, 8, True), Arrival(8, 1, 6, True)]
-    engine = RefEngine(1, 100, 1000, False, 0)
+    engine = EngineConfig(page_tokens=1)
     scored_at, scorer = serve(arrivals, PREFILL, engine, 10)
     assert scored_at == {0: 5.0 + 1.5, 1: 8.0 + 0.5 + 6 / 4}  # all 6 tokens of 1, not 2
     assert scorer.replicas[0].recomputed_tokens == 4

@@ -63,7 +63,7 @@ STATIC = workloads(prefixes=True, deciding=lambda *_: st.just(Nothing()), max_re
 @given(STATIC)
 def test_with_room_for_all_each_prompt_is_prefilled_once_on_each_replica(work: Workload) -> None:
     room = dict.fromkeys(work.costs.pages, 10**6)
-    engine = replace(work.engine, prefix_hits="scheduled", watermark_pages=0)
+    engine = work.engine.model_copy(update={"prefix_hits": "scheduled", "free_pages": 0})
     work = replace(work, costs=replace(work.costs, pages=room), engine=engine)
     rollout, _ = simulate(work)
     samples: dict[tuple[int, int, int], int] = defaultdict(int)

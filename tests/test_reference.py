@@ -26,9 +26,6 @@ COSTS = StubCosts(
     transfer_per_token_s=1 / 8,
     other_node=3.0,
 )
-PLAIN = RefEngine(
-    page_tokens=1, max_num_seqs=100, max_num_batched_tokens=1000, chunked_prefill=False, watermark_pages=0
-)
 #: Moments at which the first of two, or of three, requests is finished, and the next boundary of the other replica.
 NAMES = {**vars(control), **vars(actions), "replace": replace, "COSTS": COSTS, "ONE_GPU": ONE_GPU}
 NAMES |= {"SECOND": LinearStep(a=1.0, conditional=True)}
@@ -51,7 +48,7 @@ def by_hand(row: dict[str, Any]) -> Workload:
         node_gpus=tuple(row.get("nodes", (row.get("gpus", 1),))),
         tp=row.get("tp", 1),
         costs=costs,
-        engine=replace(PLAIN, **row.get("engine", {})),
+        engine=RefEngine(**{"max_num_seqs": 100, "max_num_batched_tokens": 1000, **row.get("engine", {})}),
         cap_tokens=1000,
         control=At(eval(row["at"], NAMES)) if "at" in row else Nothing(),
         routing=row.get("routing", "contiguous"),

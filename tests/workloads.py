@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import simpy
 from hypothesis import strategies as st
-from reference import RefEngine, RefRequest, RefRollout, RefTools
+from reference import RefEngine, RefRequest, RefRollout
 
 from rlsim.cost.curve import DecodeCurve, InWindows, over_all, sum_of
 from rlsim.cost.step import PLAIN_KV, Chunk, Conditions, KvShape, StepCost
@@ -26,9 +26,11 @@ from rlsim.sim.control import (
     RolloutView,
     actions_of,
 )
-from rlsim.sim.request import EngineConfig, Request
+from rlsim.sim.environment import EnvironmentConfig
+from rlsim.sim.request import EngineConfig, PrefixHits, Request
 from rlsim.sim.rollout import Rollout
 from rlsim.sim.stage import GenerationStage
+from rlsim.trace.turns import AgentCall, ToolCall
 
 # --------------------------------------------------------------------------------------------------------- costs
 
@@ -342,10 +344,14 @@ class Workload(RefRollout):
     def launched(self, launch: Launch, first_id: int) -> list[RefRequest]:
         """The requests of a launch: the sizes of the first ones again."""
         sizes = [self.requests[(first_id + i) % len(self.requests)] for i in range(len(launch.prompts))]
-        if self.tools and self.tools.sandboxes + self.tools.workers:  # twins at one moment: who is first is left open
+        if self.tools and (
+            self.tools.sandboxes or self.tools.workers
+        ):  # twins at one moment: who is first is left open
             sizes = [replace(size, tools=()) for size in sizes]
         again = {"generated": 0, "budget_tokens": self.budget_tokens}
-        sizes = [replace(size, tools=tuple(call[:3] for call in size.tools)) for size in sizes]  # agents: the same
+        sizes = [
+            replace(size, tools=tuple(call._replace(agents=()) for call in size.tools)) for size in sizes
+        ]  # agents: the same
         return [replace(r, id=first_id + i, **again) for i, r in enumerate(sizes)]
 
 
@@ -442,20 +448,22 @@ def any_controls(requests: int, gpus: int) -> st.SearchStrategy[Scripted]:
 
 
 @st.composite
-def tool_calls(draw: st.DrawFn, id_: int, length: int, done: int, later: bool = False) -> tuple[tuple[Any, ...], ...]:
+def tool_calls(draw: st.DrawFn, id_: int, length: int, done: int, later: bool = False) -> tuple[ToolCall, ...]:
     """Those ahead of a response of so many tokens that has `done` of them: after how many, tokens observed, seconds,
     and perhaps sub-agents that need no more room, `later` than the call; of no two requests these are alike."""
-    seed, calls = draw(st.integers(0, 2**32)), list[tuple[Any, ...]]()
+    seed, calls = draw(st.integers(0, 2**32)), list[ToolCall]()
     rng, own = random.Random(seed), random.Random(100 * seed + id_)
 
-    def agents(room: int) -> tuple[Any, ...]:
+    def agents(room: int) -> tuple[AgentCall, ...]:
         found = []
         for _ in range(own.choice([0, 0, 1, 3]) if room > 1 else 0):
             prompt = own.randint(1, room // 2)
             size = own.randint(1, room - prompt)
-            call = ((own.randint(1, size - 1), 0, own.uniform(1e-3, 1.0), agents(room // 2)),) if size > 1 else ()
+            call = (
+                (ToolCall(own.randint(1, size - 1), 0, own.uniform(1e-3, 1.0), agents(room // 2)),) if size > 1 else ()
+            )
             begins = own.choice([later * 0.5 * own.random(), own.uniform(0, 1.0)])
-            found.append((prompt, size, call, begins, own.choice([0.0, own.random()])))
+            found.append(AgentCall(prompt, size, call, begins, own.choice([0.0, own.random()])))
         return tuple(found)
 
     after = done + 1
@@ -465,36 +473,42 @@ def tool_calls(draw: st.DrawFn, id_: int, length: int, done: int, later: bool = 
         if after + observed >= length:
             break
         seconds = rng.choice([0.0, rng.uniform(1e-4, 0.1), rng.uniform(0.1, 5.0)])
-        calls.append((after, observed, seconds, *([agents(length)] * rng.choice([0, 0, 1]))))
+        begun = agents(length)
+        calls.append(ToolCall(after, observed, seconds, begun if rng.choice([0, 0, 1]) else ()))
         after += observed + 1
     return tuple(calls)
 
 
-def engines(prefix_hits: list[str]) -> st.SearchStrategy[RefEngine]:
-    """Any settings of the engine."""
+def engines(prefix_hits: list[PrefixHits | None]) -> st.SearchStrategy[RefEngine]:
+    """Any settings of the engine; without a prefix cache where one is found `None`."""
     return st.builds(
-        RefEngine,
+        lambda hits, **more: RefEngine(prefix_hits=hits, enable_prefix_caching=hits is not None, **more),
         page_tokens=st.sampled_from([1, 4, 16]),
         max_num_seqs=st.sampled_from([1, 2, 3, 5, 8, 64, 256]),
         max_num_batched_tokens=st.sampled_from([1, 7, 32, 100, 512, 8192]),
         chunked_prefill=st.booleans(),
-        watermark_pages=st.sampled_from([0, 0, 1, 3]),
-        prefix_hits=st.sampled_from(prefix_hits),
+        free_pages=st.sampled_from([0, 0, 1, 3]),
+        hits=st.sampled_from(prefix_hits),
     )
 
 
 @st.composite
-def environments(draw: st.DrawFn) -> RefTools:
+def environments(draw: st.DrawFn) -> EnvironmentConfig:
     """What runs tool calls."""
     rng = random.Random(draw(st.integers(0, 2**32)))
-    slots = st.sampled_from([0, 0, 1, 2, 7])
+    slots = st.sampled_from([None, None, 1, 2, 7])
     start_s = draw(st.sampled_from([0.0, rng.uniform(1e-3, 1.0)]))
-    together = draw(st.booleans())
-    keep_kv_s = draw(st.sampled_from([0.0, 0.0, math.inf, rng.uniform(1e-3, 3.0)]))
-    lost = draw(st.sampled_from([(math.inf, -1)] * 3 + [(0.05, -1), (0.5, 0), (0.5, 1), (2.0, 2)]))
-    fails = draw(st.sampled_from([(0.0, 0), (0.0, 0), (0.2, 1), (0.5, 2)]))
-    slot = 0 if together else draw(slots)
-    return RefTools(slot, start_s, draw(slots), together, draw(st.booleans()), keep_kv_s, *lost, *fails)
+    turns = draw(st.sampled_from(["each", "together"]))
+    keep_kv = draw(st.sampled_from(["idle", "idle", "pinned", rng.uniform(1e-3, 3.0)]))
+    kept = ("repeat", None)
+    lost = [(None, *kept)] * 3 + [(0.05, *kept), (0.5, "drop", 0), (0.5, "restart", 1), (2.0, "restart", 2)]
+    timeout, on_failure, attempts = draw(st.sampled_from(lost))
+    failures, retries = draw(st.sampled_from([(0.0, 0), (0.0, 0), (0.2, 1), (0.5, 2)]))
+    return EnvironmentConfig(
+        sandboxes=None if turns == "together" else draw(slots), start_s=start_s, workers=draw(slots), turns=turns,
+        returns=draw(st.sampled_from(["same_replica", "least_context"])), keep_kv=keep_kv, timeout=timeout,
+        on_failure=on_failure, failures=failures, retries=retries if attempts is None else attempts,
+    )  # fmt: skip
 
 
 @st.composite
@@ -530,7 +544,7 @@ def workloads(
     prompts = st.just(prompt) if ties else st.integers(1, 60)
     where = draw(environments()) if agents else None
     # Who of twins is first at one moment is left open, and of those that a waiting call of no time and sub-agents deal.
-    limited = where is not None and where.sandboxes + where.workers > 0
+    limited = where is not None and bool(where.sandboxes or where.workers)
     samples = 1 if limited else draw(st.integers(1, most_samples))
     resumed = draw(st.sampled_from([False, False, False, True]))
     budget_tokens = draw(st.sampled_from([0, 0, 0, 1, 16, 100]))
@@ -547,7 +561,7 @@ def workloads(
     node_gpus = draw(st.sampled_from(MESHES))
     gpus = math.gcd(*node_gpus)
     tp = draw(st.sampled_from(degrees(gpus)))
-    engine = draw(engines(["scheduled", "prefilled"] if prefixes else ["off"]))
+    engine = draw(engines(["scheduled", "prefilled"] if prefixes else [None]))
     full = [-(-(r.prompt_tokens + r.response_tokens) // engine.page_tokens) for r in requests]
     room = st.one_of(st.integers(0, max(full)), st.integers(0, sum(full)))
     capacities = {degree: max(full) + draw(room) for degree in degrees(gpus)}
@@ -570,7 +584,7 @@ def workloads(
         hosts = {degree: HostKv(draw(host), moving * 1e-5, page_s) for degree in degrees(gpus)}
         costs = replace(costs, hosts=hosts)
     chunk_tokens, handover_s, paused = 0, 0.0, 0
-    if streamed and not (where and where.restarts > 0):  # which goes with no chunks
+    if streamed and not (where and where.on_failure == "restart"):  # which goes with no chunks
         chunk_tokens = draw(st.sampled_from([1, 2, 7, 16, 50, 1000]))
         handover_s = draw(st.sampled_from([0.0, 2.0**-12])) if ties else rng.uniform(0.0, 0.01)
         paused = draw(st.integers(0, n - 1))
