@@ -127,12 +127,11 @@ def test_throughput_is_that_of_the_slower_side(concurrent: int, batch: int, trai
 @pytest.mark.parametrize(("train_s", "sync_s"), [(3.0, 2.0), (10.0, 0.0), (60.0, 2.0)])
 def test_throughput_under_a_bound_of_staleness(train_s: float, sync_s: float) -> None:
     """Batch k is launched with update k − η, so η + 1 steps take the time L of a response and one training, or more."""
-    steps, length = 120, 50
-    found = {}
+    length, found = 50, dict[float, float]()
     for eta in (0, 1, 2, 4, 8, 16, UNBOUNDED):
-        played = play([length], bounded(eta), 4, train_s, steps, sync_s)
         period = min(eta, 20) + 1
-        found[eta] = played.step_s(60, 60 + 2 * period)
+        first, last = 2 * period, 4 * period
+        found[eta] = play([length], bounded(eta), 4, train_s, last + 2, sync_s).step_s(first, last)
         expected = max(train_s, (length + train_s) / (eta + 1)) + sync_s
         assert found[eta] == pytest.approx(expected, rel=1e-12), f"eta {eta}"
     assert list(found.values()) == sorted(found.values(), reverse=True)
