@@ -62,6 +62,13 @@ def own(folder: Path, **changed: Any) -> Configuration:
     return Configuration("", (str(folder / "own.yaml"),), Options(folder))
 
 
+@pytest.fixture
+def nothing_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of an answer's seconds, for tests that don't look at it: what assumptions and other changes would turn."""
+    for name in ("_beside", "_turns"):
+        monkeypatch.setattr(answer, name, lambda *_: [])
+
+
 def all_but(configuration: Configuration, *names: str, allow: Sequence[str] = ()) -> list[str]:
     """The settings of a configuration that may be tuned, without these."""
     loaded = LoadedExperiment.of(configuration.experiment({}), configuration.options.folder)
@@ -374,6 +381,7 @@ def test_a_bound_of_staleness() -> None:
             Bound.of(text)
 
 
+@pytest.mark.usefixtures("nothing_beside")
 def test_what_is_staler_than_allowed_does_not_count(tmp_path: Path) -> None:
     configuration = own(tmp_path, systems=[{"areal": {"tp": 1, "rollout_gpus": 4, "eta": 2}}],
                         workflow={"prompts": 4, "responses": 4, "steps": 6})  # fmt: skip
@@ -387,6 +395,7 @@ def test_what_is_staler_than_allowed_does_not_count(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("nothing_beside")
 def test_more_gpus_are_tried_where_that_is_asked_and_money_counts_each(tmp_path: Path) -> None:
     configuration = own(tmp_path)
     keep = all_but(configuration)
@@ -492,6 +501,7 @@ def test_staleness_is_told_in_optimizer_steps_too(tmp_path: Path) -> None:
     assert means["staleness_optimizer_steps"] == 6 * means["staleness_mean"]
 
 
+@pytest.mark.usefixtures("nothing_beside")
 def test_rates_that_would_not_last_are_told(tmp_path: Path, call: Command) -> None:
     split = {"areal": {"tp": 1, "rollout_gpus": 4, "eta": 2}}
     own(tmp_path, workflow={"prompts": 4, "responses": 4, "steps": 3}, trace={"fixed": 64, "cap": 64}, systems=[split])
@@ -587,6 +597,7 @@ def log_of(folder: Path, factor: float, steps: int = 12) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("nothing_beside")
 def test_own_runs_are_checked_and_give_the_interval(tmp_path: Path, call: Command) -> None:
     path, log = script(tmp_path), log_of(tmp_path, 1.25)
     done = call("tune", str(path), "--gpu", "h100", "--check", str(log))
