@@ -4,12 +4,13 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import TINY, Command, Failing, cases, edited, tables
 
 import rlsim
-from rlsim.base.output import results_folder
+from rlsim import errors
 
 BIG = {"cluster: 8xh100": "cluster: 16x8xh100", "model: llama-3.1-8b": "model: llama-3-70b"}
 
@@ -78,13 +79,6 @@ def test_a_system_too_big_is_an_error_but_one_of_several_is_left_out(
     assert "verl-tp8" in printed
 
 
-@pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", r"..\x", "..", "."])
-def test_results_stay_in_their_folder_whatever_the_name(name: str) -> None:
-    folder = results_folder(name)
-    assert folder.parent == Path("results")
-    assert folder.name not in ("", ".", "..")
-
-
 def test_through_a_process(folder: Path) -> None:
     command = [sys.executable, "-m", "rlsim", "run", "base.yaml", "--set", "trace.cap=24 GB"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -94,3 +88,23 @@ def test_through_a_process(folder: Path) -> None:
         "rlsim: error: as overridden: trace.cap: unknown unit 'GB' in '24 GB'; a length takes one of: K, k, M, tokens\n"
     )
     assert not (folder / "results").exists()
+
+
+# Parts that do not go together: each is refused with the reason, by an error of its kind ------------------------------
+
+ROWS = [
+    pytest.param(tables("bases").get(str(topic["experiment"]), topic["experiment"]), *row, id=f"{name}: {row[2]}")
+    for name, topic in tables("refusals").items()
+    for row in topic.get("refused", ())
+]
+
+
+@pytest.mark.parametrize(("experiment", "use", "changes", "told", "kind"), ROWS)
+def test_what_does_not_go_together_is_refused(
+    experiment: dict[str, Any], use: list[Any] | None, changes: dict[str, Any], told: str, kind: str
+) -> None:
+    systems = experiment.get("systems") if use is None else [{"name": "wrong", "use": use}]
+    whole = {key: value for key, value in changes.items() if "." not in key}
+    parts = {key: value for key, value in changes.items() if "." in key}
+    with pytest.raises(getattr(errors, kind), match=told):
+        rlsim.run({**experiment, "systems": systems, **whole}, overrides=parts)

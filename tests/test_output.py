@@ -1,11 +1,13 @@
-"""Nothing of the user's is lost: what is replaced, what is refused, and what a crash or a full disk leaves behind."""
+"""Nothing of the user's is lost: what is replaced, what is refused, and what a crash, a full disk or others leave."""
 
 import gzip
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from conftest import TINY, Command, cases, contents
 
 import rlsim
 from rlsim.base.charts import save_chart
-from rlsim.base.output import atomic_path, check_file, check_own_file
+from rlsim.base.output import atomic_path, check_file, check_own_file, results_folder
 from rlsim.calibrate.importers import import_calibration
 from rlsim.calibrate.measure.journal import Journal
 from rlsim.errors import CalibrationError, CatalogueError, ConfigError
@@ -136,6 +138,77 @@ def test_runs_that_write_the_same_directory_take_turns_and_what_was_made_of_the_
         list(pool.map(new.write, [copy] * 12))
     assert name_in(copy) == "new"
     assert {path.name for path in copy.iterdir()} == {"manifest.json", *(f"{table}.parquet" for table in TABLES)}
+
+
+NAMES = ["a/b", "a-b", "a\\b", ".a-b", "a//b", "../x", "/x", "a/../../x", r"..\x", "..", "."]
+
+
+def test_results_stay_in_their_folder_whatever_the_name_and_others_have_other_folders() -> None:
+    folders = [results_folder(name) for name in NAMES]
+    assert len(set(folders)) == len(NAMES)
+    assert folders[1] == Path("results/a-b")
+    assert {folder.parent for folder in folders} == {Path("results")}
+    assert not {folder.name for folder in folders} & {"", ".", ".."}
+
+
+def test_results_are_replaced_by_those_of_the_same_experiment_alone(
+    tmp_path: Path, call: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was replaced is said, with the settings that differ."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "other"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({**TINY, "name": name}))
+
+    def told(*options: str) -> str:
+        (line,) = [line for line in call("run", "mine.json", *options).out.splitlines() if line.startswith("results: ")]
+        return line
+
+    assert told() == "results: results/mine"
+    again = told()
+    assert again == "results: results/mine (in place of earlier ones, of the same settings)"
+    (tmp_path / "results" / "mine" / "report.html").write_text("")
+    changed = told("--seeds", "2")
+    assert "(in place of earlier ones and their report, of other settings: " in changed
+    assert changed.endswith("seeds [0] there, [0, 1] here)")
+    refused = call("run", "other.json", "--out", "results/mine")
+    assert refused.code == 2
+    assert "results/mine holds the results of another experiment, mine, and this one is other" in refused.err
+    assert rlsim.read_result("results/mine").manifest["experiment"]["name"] == "mine"
+
+
+def test_results_can_be_read_while_they_are_replaced(tmp_path: Path) -> None:
+    result, folder = rlsim.run(TINY), tmp_path / "run"
+    result.write(folder)
+    over, problems = threading.Event(), list[Exception]()
+
+    def write() -> None:
+        try:
+            for _ in range(12):
+                result.write(folder)
+        finally:
+            over.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    reads = 0
+    while not over.is_set():
+        try:
+            rlsim.read_result(folder)
+            reads += 1
+        except ConfigError as error:
+            problems.append(error)
+    writer.join()
+    assert (problems, reads > 3) == ([], True)
+
+
+def swept(out: Path) -> dict[str, str]:
+    """In a worker of a pool, which may start no processes."""
+    return rlsim.sweep(TINY, axes={"trace.cap": ["64"]}, out=out, workers=2).failed
+
+
+def test_a_worker_of_a_pool_sweeps_by_itself(tmp_path: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(swept, (tmp_path / "sweep",)) == {}
 
 
 class Killed(BaseException):
@@ -392,3 +465,10 @@ def test_a_record_that_was_changed_or_is_of_another_version_is_told(copy: Path, 
             code, _, shown = call(*reader, copy)
             assert (code, shown.count("\n")) == (2, 1)
             assert f"{copy / 'manifest.json'}: {why}" in shown
+
+
+@cases("results_folder", "arguments of another type are told")
+def test_arguments_of_another_type_are_told(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        rlsim.run(**{"source": TINY, **given})
+    assert str(raised.value).startswith(message)
