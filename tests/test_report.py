@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from browser import open_page
+from browser import drawn
 from conftest import cases, invoke, tables
 
 import rlsim
@@ -93,22 +93,17 @@ class Links(HTMLParser):
 
 def test_a_browser_draws_every_chart(page: Path, results: Path, result: Result, tmp_path: Path) -> None:
     assert page == results / "report.html"
-    opened = open_page(page, tmp_path)
-    assert opened.console == []
     names = {figure.id for figure in report_page(result, choose(result)).figures}
     assert names >= {"cases", "speedups-2k", "step-b-1k-b", "gpu-time-2k", "lengths-2k", "generation-1", "timeline-2"}
-    assert set(opened.charts()) == names
-    assert opened.undrawn() == []
+    assert drawn(page, tmp_path) == names
 
 
 def test_a_browser_draws_judges_chunks_and_a_thousand_gpus(
     judged: Result, ppo: Result, large: Result, tmp_path: Path
 ) -> None:
     for number, one in enumerate((judged, ppo, large)):
-        opened = open_page(write_report(one, tmp_path / f"{number}.html"), tmp_path / f"browser-{number}")
-        assert opened.console == []
-        assert set(opened.charts()) == {figure.id for figure in report_page(one, choose(one)).figures}
-        assert opened.undrawn() == []
+        shown = drawn(write_report(one, tmp_path / f"{number}.html"), tmp_path / f"browser-{number}")
+        assert shown == {figure.id for figure in report_page(one, choose(one)).figures}
 
 
 def test_a_page_needs_nothing_and_lets_nothing_in(page: Path) -> None:
@@ -244,10 +239,7 @@ def test_a_sweep_is_reported_with_its_failures(tmp_path: Path, monkeypatch: pyte
     text = page.read_text(encoding="utf-8")
     assert "trace.cap (tokens)" in text
     assert all(error.splitlines()[0][:40] in html.unescape(text) for error in sweep.failed.values())
-    opened = open_page(page, tmp_path / "browser")
-    assert opened.console == []
-    assert opened.undrawn() == []
-    assert {"sweep-speedup", "sweep-throughput"} <= set(opened.charts())
+    assert {"sweep-speedup", "sweep-throughput"} <= drawn(page, tmp_path / "browser")
     with pytest.raises(ConfigError, match="is a sweep"):
         rlsim.write_report(tmp_path / "sweep", seed=0)
 
@@ -315,8 +307,5 @@ def test_what_is_not_comparable_yet_beats_nobody(stale: Result, monkeypatch: pyt
 
 
 def test_a_browser_draws_staleness_where_there_is_any(stale: Result, result: Result, tmp_path: Path) -> None:
-    opened = open_page(write_report(stale, tmp_path / "stale.html"), tmp_path / "browser")
-    assert opened.console == []
-    assert "frontier" in opened.charts()
-    assert opened.undrawn() == []
+    assert "frontier" in drawn(write_report(stale, tmp_path / "stale.html"), tmp_path / "browser")
     assert "frontier-2k" not in {figure.id for figure in report_page(result, choose(result)).figures}
