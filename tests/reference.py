@@ -414,6 +414,9 @@ class _Rollout:
         self.tools, self.paused_at_tools = work.tools or EnvironmentConfig(), False
         self.node_gpus, self.costs, self.engine, self.control = work.node_gpus, work.costs, work.engine, work.control
         tp, costs = work.tp, work.costs
+        #: Prefixes are shared where a page of KV holds as many tokens in every layer, which no degree differs in.
+        shares = self.engine.enable_prefix_caching and costs.step(tp).kv == PLAIN_KV
+        self.prefix_hits = self.engine.prefix_hits or "scheduled" if shares else "off"
         self.at_tools: list[_Call] = []  # in the order in which they were asked for
         self.for_workers: list[_Call] = []  # those that wait for a worker
         self.sandboxes: list[_Request] = []  # who has one
@@ -481,12 +484,6 @@ class _Rollout:
             kv = self.costs_of(replica).step(replica.tp).kv
             return sum(self.pages_of(r.context, kv) for r in replica.admitted)
         return len(self.in_use(replica))
-
-    @property
-    def prefix_hits(self) -> Literal["off", "scheduled", "prefilled"]:
-        """Prefixes are shared where a page of KV holds so many tokens in every layer."""
-        plain = all(self.costs_of(replica).step(replica.tp).kv == PLAIN_KV for replica in self.replicas)
-        return self.engine.prefix_hits or "scheduled" if plain and self.engine.enable_prefix_caching else "off"
 
     def in_use(self, replica: _Replica) -> set[Page]:
         """Pages of running and prefilling requests, and all that are there of their prompts."""
