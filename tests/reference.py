@@ -128,7 +128,6 @@ class RefResult:
     held: dict[tuple[int, ...], list[Held]] = field(default_factory=dict)  # by GPUs: what a replica held at boundaries
     hit_tokens: int = 0  # of completed prefills
     loaded_tokens: int = 0  # from host memory
-    prefilled_tokens: int = 0  # in completed prefills
     tool_s: dict[int, float] = field(default_factory=dict)  # of requests that called tools: in them
     tool_wait_s: dict[int, float] = field(default_factory=dict)  # and until these began
 
@@ -851,7 +850,6 @@ class _Rollout:
             replica.loading = 0
         for r, new in iteration.chunks:
             r.prefilled += new
-            result.prefilled_tokens += new
             if r.prefilled == r.context:
                 result.hit_tokens += r.hit
                 self.share(replica, r, promised=False)

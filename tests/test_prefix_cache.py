@@ -72,5 +72,3 @@ def test_with_room_for_all_each_prompt_is_prefilled_once_on_each_replica(work: W
     page = engine.page_tokens
     common = sum((n - 1) * ((tokens - 1) // page) * page for (*_, tokens), n in samples.items())
     assert sum(replica.scheduler.hit_tokens for replica in rollout.replicas) == common
-    contexts = sum(r.prompt_tokens + r.generated for r in work.requests)
-    assert work.simulate().prefilled_tokens == contexts - common
