@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from numpy.random import default_rng
 
@@ -98,15 +98,6 @@ class RefStay:
     left: str = ""
 
 
-class Held(NamedTuple):
-    """What a replica holds after a boundary."""
-
-    at: float
-    active: int
-    waiting: int
-    kv_tokens: int
-
-
 @dataclass
 class RefResult:
     finish_at: dict[int, float] = field(default_factory=dict)  # finished only
@@ -125,7 +116,6 @@ class RefResult:
     iterations: list[tuple[float, float, int, str]] = field(default_factory=list)  # start, end, replica, kind
     chunk_at: dict[tuple[int, int], float] = field(default_factory=dict)  # by id and tokens: when it was handed over
     stays: list[RefStay] = field(default_factory=list)
-    held: dict[tuple[int, ...], list[Held]] = field(default_factory=dict)  # by GPUs: what a replica held at boundaries
     hit_tokens: int = 0  # of completed prefills
     loaded_tokens: int = 0  # from host memory
     tool_s: dict[int, float] = field(default_factory=dict)  # of requests that called tools: in them
@@ -774,8 +764,6 @@ class _Rollout:
         replica.settled = []  # pins that gave way were let go before what leaves next
         for r in replica.waiting:
             r.arrived_kv = False
-        held = Held(self.now, len(replica.admitted), len(replica.waiting), sum(r.context for r in replica.admitted))
-        self.result.held.setdefault(replica.gpus, []).append(held)
 
         # 4. iterate
         step = self.costs_of(replica).step(replica.tp)

@@ -50,13 +50,11 @@ class RefRewards:
 class RefStep:
     """One step, and what it trained on."""
 
-    begins_at: float  # to take prompts
     has_batch_at: float = math.nan
     asks_at: float = math.nan  # for its update
     sync_starts_at: float = math.nan
     sync_ends_at: float = math.nan
     trained: list[int] = field(default_factory=list)  # positions, in the order in which it took them
-    staleness: list[int] = field(default_factory=list)  # of these
     dropped: list[int] = field(default_factory=list)  # positions, since the step before had its batch
     parts: list[tuple[float, float]] = field(default_factory=list)  # of its batch: when training began and ended each
 
@@ -90,8 +88,7 @@ class RefResponse:
 class OpenResult:
     steps: list[RefStep] = field(default_factory=list)
     responses: dict[Key, RefResponse] = field(default_factory=dict)
-    launches: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)  # moment and positions
-    asked: list[tuple[float, OpenView, int]] = field(default_factory=list)  # `room`, where the answer counted
+    launches: list[tuple[int, ...]] = field(default_factory=list)  # positions
     in_flight: set[int] = field(default_factory=set)  # positions that are running or waiting at the end
     switches: list[float] = field(default_factory=list)  # moments at which one began
 
@@ -203,9 +200,7 @@ class _Run(_Rollout):
             launched_since_update=self.launched_since_update,
             left_at_update=self.left_at_update,
         )
-        room = self.batching.room(view)
-        self.open.asked.append((self.now, view, room))
-        return room
+        return self.batching.room(view)
 
     def launch(self, count: int) -> list[_Request]:
         """So many prompts of the feed; their requests are still to be dealt."""
@@ -229,7 +224,7 @@ class _Run(_Rollout):
             new += group.requests
             self.running.append(group)
         if count:
-            self.open.launches.append((self.now, positions))
+            self.open.launches.append(positions)
         self.launched = first + count
         self.launched_since_update += count
         return new
@@ -379,7 +374,7 @@ class _Run(_Rollout):
             self.phase = "over"
         else:
             self.phase, self.begins = "works", True
-            self.open.steps.append(RefStep(self.now))
+            self.open.steps.append(RefStep())
 
     def stands(self, replica: _Replica) -> bool:
         """Whether it begins no iteration."""
@@ -471,7 +466,6 @@ class _Run(_Rollout):
             self.places.discard(item[1].position)
             self.taken += 1
             self.step.trained.append(item[0].prompt.position)
-            self.step.staleness.append(number - item[0].version)
         self.step.has_batch_at, self.useless = self.now, 0
         self.places.clear()
         self.tell_dropped()
@@ -549,7 +543,7 @@ class _Run(_Rollout):
                 followed = False
 
     def to_the_end(self) -> OpenResult:
-        self.open.steps.append(RefStep(self.now))
+        self.open.steps.append(RefStep())
         self.deal_launched(self.launch(self.room()), idle=True)
         self.begins = True
         self.rest_of_moment(set())

@@ -19,7 +19,6 @@ from rlsim.trace.turns import Agent, Turn, turns_of_mask
 
 SEEN = "\nuser\n<tool_response>\nfour five\n</tool_response>"
 ANSWER = f"one two{SEEN}\nassistant\nthree four"
-TAGGED = "<|im_end|>\n<|im_start|>user\n<tool_response>\nx\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
 
 
 def turns(trace: Trace) -> list[Any]:

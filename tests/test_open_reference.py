@@ -39,7 +39,7 @@ def check_equal(run: OpenRun, expected: OpenResult, *, generated_again: bool = F
     """Everything that both say; prompts that are `generated_again` stand out of their order."""
     outcome, samples = run.outcome, len(run.requests) // sum(map(len, run.launches))
     keys = {request.id: key for key, request in run.requests.items()}
-    assert run.launches == [positions for _, positions in expected.launches]
+    assert run.launches == expected.launches
     for number, step in enumerate(expected.steps):
         calls = {call.call: call for call in outcome.calls if call.step == number}
         assert calls["generate"].end_at == near(step.has_batch_at), f"step {number} has its batch"
