@@ -1,6 +1,6 @@
 """Systems drawn at random: none comes to a halt, loses a token, breaks its bound or has a GPU do two things."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from rlsim.trace import make_trace, write_trace
 
 #: Parts that decide what begins and what a step trains on, and those that go with any of them.
 BATCHINGS: list[Any] = tables("bases")["batchings"]
+LAGGED = [rule for rule in BATCHINGS if "lagged" in rule]
 BESIDE = ("async_reward", "rollout_log_probs", "repack", "elastic_split", "hybrid_rollout", "dynamic_sampling",
           "skewness_dispatch", "reward_beside", "queue_order", "prefix_dispatch")  # fmt: skip
 
@@ -37,9 +38,9 @@ class Drawn(NamedTuple):
 
 
 @st.composite
-def combined(draw: st.DrawFn) -> Drawn:
+def combined(draw: st.DrawFn, batchings: Sequence[Any] = BATCHINGS) -> Drawn:
     """Parts of a system; without a split all GPUs generate, and then train."""
-    rollout_gpus, batching = draw(st.sampled_from([0, 2, 4, 6])), draw(st.sampled_from(BATCHINGS))
+    rollout_gpus, batching = draw(st.sampled_from([0, 2, 4, 6])), draw(st.sampled_from(batchings))
     pat, planner = {"pat": draw(switching())}, {"planner": {"start_tp": 1, "profiled": draw(st.booleans())}}
     layout = draw(st.sampled_from([{"verl": {"tp": 1}}, {"verl": {"tp": 2}}, "pat", pat, planner]))
     parts = [{"split": {"rollout_gpus": rollout_gpus}}] if rollout_gpus else []
@@ -125,9 +126,14 @@ def published(draw: st.DrawFn) -> Drawn:
 
 @st.composite
 def in_two_calls(draw: st.DrawFn) -> Drawn:
-    """Any parts, where two calls generate: shares of a prompt's responses, or some that others are compared with."""
-    drawn = draw(combined())
-    first, baselines = draw(st.integers(0, drawn.sizes["responses"])), draw(st.sampled_from([0, 0, 1]))
+    """Any parts, where two calls generate: shares of a prompt's responses, or some that others are compared with.
+
+    Most batchings are refused, as they decide on those of one call: every other one is `lagged`, which is not.
+    """
+    drawn = draw(combined(draw(st.sampled_from([BATCHINGS, LAGGED]))))
+    responses = drawn.sizes["responses"]
+    baselines = draw(st.sampled_from([0, 0, 1])) if responses > 1 else 1
+    first = draw(st.integers(0, responses) if baselines else st.integers(1, responses - 1))
     calls: list[dict[str, Any]] = [
         {"name": "one", "kind": "generate", "model": "actor", "responses": first},
         {
