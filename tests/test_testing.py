@@ -2,6 +2,7 @@
 
 import random
 import sys
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from conftest import cases
 import rlsim
 from rlsim import Schema
 from rlsim.errors import ConfigError
-from rlsim.experiment.testing import ContractError, check_policy
+from rlsim.experiment.testing import Checked, ContractError, check_policy
 from rlsim.policies.registry import load_policy, policy_names
 from rlsim.sim.actions import Abort, Reconfigure, Release, Stop
 from rlsim.sim.batching import Batching, PromptFeed
@@ -18,9 +19,15 @@ from rlsim.sim.control import ControlContext, Launch, RolloutControl, RolloutVie
 from rlsim.sim.rollout import Rollout
 
 
+@cache
+def contract_of(name: str) -> Checked:
+    """What was checked of a policy of rlsim."""
+    return check_policy(load_policy(name))
+
+
 @pytest.mark.parametrize("name", sorted(policy_names()))
 def test_every_policy_keeps_the_contract(name: str) -> None:
-    check_policy(load_policy(name))
+    contract_of(name)
 
 
 class Base(RolloutControl):
@@ -52,19 +59,19 @@ def test_a_policy_that_stops_and_releases() -> None:
 def test_what_was_checked_is_told() -> None:
     with pytest.raises(ContractError, match="'a long tail': tp 3 does not divide the 8 GPUs of a node"):
         check_policy(load_policy("verl"), tp=3)
-    tuned = check_policy(load_policy("verl"))
+    tuned = contract_of("verl")
     assert tuned.parameters == ({"tp": 1}, {"tp": 2}, {"tp": 4}, {"tp": 8})
     assert tuned.rollouts == 10 * 8 * 4  # twice two, then six other futures; batches; choices
     assert str(tuned).startswith("VeRL keeps the contract in 320 rollouts")
     assert "on_finish" not in str(tuned)  # nobody overrides on_finish
-    sampling = check_policy(load_policy("dynamic_sampling"))
+    sampling = contract_of("dynamic_sampling")
     assert sampling.prompts["dropped"] > 0
     assert sampling.not_checked == ()
     assert "one request" not in sampling.batches  # a single response has no variance
-    assert check_policy(load_policy("adaptive_timeout")).not_checked == ()
+    assert contract_of("adaptive_timeout").not_checked == ()
     (predicted,) = check_policy(load_policy("queue_order"), error=0.1).not_checked
     assert predicted == "QueueOrder may know lengths in advance: length_error asks for a predictor of them"
-    beside = str(check_policy(load_policy("async_reward")))
+    beside = str(contract_of("async_reward"))
     assert beside.endswith("AsyncReward: only a run of an experiment calls rewired")
 
 
