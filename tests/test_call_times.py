@@ -20,6 +20,7 @@ from rlsim.experiment.times import ExperimentTimes
 from rlsim.models.hardware import load_cluster
 from rlsim.models.model import load_model
 from rlsim.sim.request import Request
+from rlsim.workflow.plan import Placement
 
 LENGTHS = [(100, 900), (200, 1100), (300, 50), (400, 2000)]  # of prompts and responses
 
@@ -97,7 +98,7 @@ def test_an_engine_falls_asleep_and_wakes_once_a_sync_on_the_same_gpus() -> None
     strategy, target = by_itself("train").strategy, Layout(first_gpu=0, tp=4)
     for memory, awake_s in ((0.9, 0.5525), (0.45, 0.5525 / 2)):
         own = placed("bucketed", memory)
-        sync_s = own.weight_sync("actor", (0,), (0,)).time_s(Layout.of(0, strategy), target)
+        sync_s = own.weight_sync("actor", Placement((0,), strategy), (0,)).time_s(Layout.of(0, strategy), target)
         assert own.colocated_sync_s("actor", strategy, 4, 0) - sync_s == pytest.approx(awake_s, rel=1e-3)
 
 

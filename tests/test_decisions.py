@@ -456,7 +456,7 @@ PPO = {"generate", "reward_score", "ref_log_prob", "values", "train", "train_cri
 
 def known(gpus: int, workflow: Workflow | None = None, **more: Any) -> Any:
     """What a plan is made of: PPO with a reward model, or another workflow, on so many GPUs."""
-    given = {"workflow": workflow or ppo(), "reward": None, "style": TrainStrategy()}
+    given = {"workflow": workflow or ppo(), "reward": None, "style": TrainStrategy(), "degrees": {}}
     given["training"] = lambda count: TrainStrategy(dp=count)
     return SimpleNamespace(gpus=tuple(range(gpus)), **given | more)
 

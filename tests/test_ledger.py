@@ -149,7 +149,7 @@ def test_sources_survive_the_file(tmp_path: Path) -> None:
 
 
 def test_rows_of_the_table_fit_the_schema(tmp_path: Path) -> None:
-    speculation = {"engine.speculation": {"method": "eagle3", "num_speculative_tokens": 1}}
+    speculation = {"engine.speculation": {"method": "eagle3", "num_speculative_tokens": 1, "refresh": 9}}
     experiment = load_experiment(drafted("24", tmp_path).data(), speculation)[0]
     facts = facts_of(LoadedExperiment.of(experiment, tmp_path), Lookups())
     for row in table():
