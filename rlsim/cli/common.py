@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -88,6 +88,19 @@ def add_code_folders(file: str) -> None:
 def echo(text: str, err: bool = False) -> None:
     """Print a line as it is but for control characters; `err`: to standard error."""
     typer.echo(printable(text), err=err)
+
+
+def say(text: str, style: str = "") -> None:
+    """Print text that a terminal shows in a style."""
+    from rlsim.cli.terminal import Console
+
+    Console(soft_wrap=True).print(text, style=style)
+
+
+def say_notes(notes: Iterable[str]) -> None:
+    """Print notes, a line each."""
+    for note in notes:
+        say(f"note: {note}", "dim")
 
 
 #: `--json -`: the screen.

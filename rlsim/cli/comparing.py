@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rlsim.base.formats import Row, Table, written
-from rlsim.cli.common import PRINTED, paths_only, write_json
+from rlsim.cli.common import PRINTED, paths_only, say, say_notes, write_json
 from rlsim.cli.tables import caption, print_tables, setting_texts
+from rlsim.errors import ConfigError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -61,27 +62,23 @@ def compare(
 
 
 def _print(found: Comparison) -> None:
-    from rlsim.cli.terminal import Console
-
     letters = _letters(found)
-    plain = Console(soft_wrap=True)
     for directory, letter in letters.items():
-        plain.print(f"{letter} = {directory}")
+        say(f"{letter} = {directory}")
     for key, values in found.differences.items():
         texts = setting_texts(list(values.values()), MOST_TEXT)
-        plain.print(f"{key}: " + "; ".join(f"{text} in {letters[w]}" for text, w in zip(texts, values, strict=True)))
+        say(f"{key}: " + "; ".join(f"{text} in {letters[w]}" for text, w in zip(texts, values, strict=True)))
     if letters:
-        plain.print()
+        say("")
     groups = list(_groups(found))
     for title, rows in groups[:MOST_GROUPS]:
         if title:
-            plain.print(title, style="bold")
+            say(title, "bold")
         print_tables(_tables(rows, letters))
     if len(groups) > MOST_GROUPS:
-        plain.print(f"{len(groups) - MOST_GROUPS} more settings: --csv or --json has them")
-    plain.print(caption("compare", paired=bool(found.table["paired"].all())))
-    for note in found.notes:
-        plain.print(f"note: {note}", style="dim")
+        say(f"{len(groups) - MOST_GROUPS} more settings: --csv or --json has them")
+    say(caption("compare", paired=bool(found.table["paired"].all())))
+    say_notes(found.notes)
 
 
 def _letters(found: Comparison) -> dict[str, str]:
@@ -117,7 +114,6 @@ def _chart(found: Comparison) -> Any:
     """The intervals of the tables; raises `ConfigError` if nothing is compared."""
     import pandas as pd
 
-    from rlsim.errors import ConfigError
     from rlsim.experiment.summary import ENDS, RATIOS
     from rlsim.results.report.speedups import ratios_chart
 

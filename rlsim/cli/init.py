@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from rlsim.cli.common import echo
+from rlsim.base.reading import is_file
+from rlsim.cli.common import echo, say, say_notes
+from rlsim.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlsim.frameworks.draft import Draft
@@ -42,9 +44,7 @@ def init(
     Example: rlsim init --from-slime run-qwen3-4B.sh --gpu h100
     Example: rlsim init mine --model mine/config.json --cluster 8xh100 --nccl all_reduce.txt
     """
-    from rlsim.base.reading import is_file
     from rlsim.cli.starter import starter
-    from rlsim.errors import ConfigError
     from rlsim.frameworks import read
     from rlsim.frameworks.draft import check_free
     from rlsim.frameworks.parts import Options
@@ -98,7 +98,6 @@ def _calibrate(draft: Draft, nccl: list[Path], cluster: str | None, folder: Path
 
 
 def _write(draft: Draft, target: Path, folder: Path, force: bool) -> None:
-    from rlsim.cli.terminal import Console
     from rlsim.frameworks.parts import check
 
     warnings: list[str] = []
@@ -106,16 +105,14 @@ def _write(draft: Draft, target: Path, folder: Path, force: bool) -> None:
     if refused:
         draft.notes.insert(0, f"DOES NOT RUN AS IT STANDS: {refused}")
     draft.write(target, force=force)
-    console = Console(soft_wrap=True)
-    for note in [*draft.notes[bool(refused) :], *warnings]:
-        console.print(f"note: {note}", style="dim")
+    say_notes([*draft.notes[bool(refused) :], *warnings])
     assumed = draft.data()["sources"].get("assumed", [])
     if assumed:
-        console.print(f"assumed: {', '.join(assumed)}: rlsim run says over what range", style="dim")
+        say(f"assumed: {', '.join(assumed)}: rlsim run says over what range", "dim")
     for item in draft.missing:
-        console.print(f"not represented: {item}", style="dim")
-    console.print(f"wrote {target}")
+        say(f"not represented: {item}", "dim")
+    say(f"wrote {target}")
     if refused:
         echo(f"rlsim: {target} does not run as it stands: {refused}", err=True)
         raise typer.Exit(1)
-    console.print(f"run it: rlsim run {target}")
+    say(f"run it: rlsim run {target}")

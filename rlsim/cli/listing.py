@@ -14,6 +14,8 @@ from rlsim.base.reading import read_yaml, records
 from rlsim.base.refusals import code_of
 from rlsim.base.usercode import load_object
 from rlsim.cli.common import Commands
+from rlsim.cli.tables import print_tables
+from rlsim.errors import RlsimError, unknown_name
 
 if TYPE_CHECKING:
     from rlsim.base.reference import Key
@@ -55,7 +57,6 @@ def keys(key: str = "", of: Written = Written.EXPERIMENT) -> None:
     from pydantic import BaseModel
 
     from rlsim.base.reference import keys_of
-    from rlsim.errors import unknown_name
     from rlsim.experiment.schema import Experiment
     from rlsim.models.architectures import Config
     from rlsim.models.hardware import Cluster
@@ -80,7 +81,6 @@ def columns(table: str = "") -> None:
 
     Example: rlsim list columns steps
     """
-    from rlsim.errors import unknown_name
     from rlsim.experiment.columns import TABLES
 
     if table and table not in TABLES:
@@ -98,7 +98,6 @@ def policies(name: str = "") -> None:
     from pydantic import BaseModel
 
     from rlsim.base.reference import first_paragraph, keys_of
-    from rlsim.errors import RlsimError
     from rlsim.policies.registry import load_policy, policy_names
 
     if name:
@@ -136,8 +135,6 @@ def _print_keys(what: str, rows: Sequence[Key]) -> None:
 
 def _print(columns: Mapping[str, Sequence[str]], title: str = "") -> None:
     """A table whose first column is the name to type; the longest other column is prose."""
-    from rlsim.cli.tables import print_tables
-
     words = [number for number, column in enumerate(columns) if column not in _NUMBERS]
     cells = [*columns.values()]
     prose = max(words[1:], key=lambda number: max(map(len, cells[number])))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from rlsim.base.formats import Table, written
-from rlsim.cli.common import PRINTED, add_code_folders, write_json
+from rlsim.cli.common import PRINTED, add_code_folders, say, write_json
 from rlsim.cli.tables import print_tables
 
 if TYPE_CHECKING:
@@ -99,26 +99,24 @@ def _progress() -> Callable[[Improvement], None] | None:
 
 
 def _print(report: PlanReport) -> None:
-    from rlsim.cli.terminal import Console
-
     calls = report.calls().astype(object)
     plan = written("plan", calls.where(calls.notna(), None))
     print_tables(
         [Table.of(f"{report.experiment.name} · plan", plan), Table.of("", written("ways", report.reallocations()))]
     )
-    console, found, space = Console(soft_wrap=True), report.found, report.space
+    found, space = report.found, report.space
     if report.lag:
         how = f"no plan of this space takes less than {found.least_s:.2f} s on the first step's lengths"
         for row in report.sides().to_dict("records"):
-            console.print(f"{row['side']}: {row['time_s']:.2f} s with the new weights, idle {row['idle']:.0%}")
+            say(f"{row['side']}: {row['time_s']:.2f} s with the new weights, idle {row['idle']:.0%}")
     else:
         how = f"{report.start_cost_s / found.cost_s:.2f}x as fast as each call's own fastest option"
-    console.print(
+    say(
         f"iteration: {found.cost_s:.2f} s ({how}); fullest GPU: "
         f"{report.peak_bytes / 1e9:.1f} of {space.gpu.memory_bytes / 1e9:.1f} GB"
     )
     rate = found.evaluations / found.elapsed_s if found.elapsed_s else 0.0
-    console.print(
+    say(
         f"{found.method}: {found.evaluations:,} of {space.problem.space:.3g} plans judged in {found.elapsed_s:.1f} s "
         f"({rate:,.0f} a second), {found.scheduled:,} of them scheduled"
     )

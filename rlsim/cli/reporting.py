@@ -10,6 +10,7 @@ import typer
 
 from rlsim.base.formats import listed
 from rlsim.cli.common import echo, paths_only
+from rlsim.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,7 +68,6 @@ def timeline(
 
     Example: rlsim timeline results/pat-vs-static --system pat --steps 0-1
     """
-    from rlsim.errors import ConfigError
     from rlsim.results.report.timeline import write_timeline
 
     path = out or results / ("timeline.json.gz" if compressed else "timeline.json")
@@ -91,7 +91,6 @@ def timeline(
 
 def _numbers(text: str | None) -> list[int] | None:
     """The steps that `--steps` names (`3`, `0-2`, `0,4`); None without the option."""
-    from rlsim.errors import ConfigError
     from rlsim.experiment.schema import MOST_STEPS
 
     if text is None:

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rlsim.base.formats import Table, written
-from rlsim.cli.common import PRINTED, add_code_folders, echo, paths_only, progress_bar, with_options, write_json
+from rlsim.cli.common import (
+    PRINTED,
+    add_code_folders,
+    echo,
+    paths_only,
+    progress_bar,
+    say,
+    say_notes,
+    with_options,
+    write_json,
+)
 from rlsim.cli.tables import caption, print_ledgers, print_tables
 
 if TYPE_CHECKING:
@@ -111,7 +121,6 @@ def run_and_print(
             experiment, overrides=overrides, seeds=seeds, out=target, strict=strict, what_if=what_if, workers=workers,
             progress=progress,
         )  # fmt: skip
-    from rlsim.cli.terminal import Console
     from rlsim.experiment.ledger import ledgers
     from rlsim.results.comparison.verdict import judge
 
@@ -127,12 +136,10 @@ def run_and_print(
     print_ledgers(
         ledgers(result.manifest), "what each is worth: rlsim run --what-if; say what you know: --set KEY=VALUE"
     )
-    console = Console(soft_wrap=True)
-    for note in result.notes:
-        console.print(f"note: {note}", style="dim")
-    console.print(f"results: {target}{_replaced(before, result.manifest, reported) if before else ''}\n")
+    say_notes(result.notes)
+    say(f"results: {target}{_replaced(before, result.manifest, reported) if before else ''}\n")
     for case, sentences in said.items():
-        console.print(" ".join([*([f"{case}:"] if case else []), *sentences]), style="bold")
+        say(" ".join([*([f"{case}:"] if case else []), *sentences]), "bold")
 
 
 def _replaced(before: Mapping[str, Any], after: Mapping[str, Any], reported: bool) -> str:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rlsim.base.formats import Table, written
-from rlsim.cli.common import PRINTED, add_code_folders, echo, paths_only, progress_bar, with_options, write_json
+from rlsim.cli.common import PRINTED, add_code_folders, echo, paths_only, progress_bar, say, with_options, write_json
 from rlsim.cli.tables import caption, print_tables, setting_texts
+from rlsim.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlsim.results.sweeps.points import Definition
@@ -44,7 +45,6 @@ def sweep(
     Example: rlsim sweep pat_vs_static --grid "trace.cap=[4K, 8K]" --seeds 3 --out results/caps
     """
     from rlsim.base.output import results_folder
-    from rlsim.cli.terminal import Console
     from rlsim.results.sweeps.points import load_sweep
     from rlsim.results.sweeps.run import sweep as run_sweep
     from rlsim.results.sweeps.tables import COLUMNS
@@ -58,7 +58,7 @@ def sweep(
         if not write_json(json_file, [dict(zip(["point", *axes], row, strict=True)) for row in rows]):
             texts = list(zip(*map(setting_texts, zip(*rows, strict=True)), strict=True))
             print_tables([Table("", ["point", *axes], texts)])
-            Console(soft_wrap=True).print(_counted(definition))
+            say(_counted(definition))
         return
     target = out or results_folder(definition.name)
     names = list(COLUMNS) if tables == "all" else tables.replace(" ", "").split(",") if tables else None
@@ -82,7 +82,6 @@ def sweep(
 
 
 def _axes(grid: Sequence[str]) -> dict[str, Any]:
-    from rlsim.errors import ConfigError
     from rlsim.experiment.load import parse_overrides
 
     axes = parse_overrides(grid, "--grid")
@@ -112,7 +111,6 @@ def _counted(definition: Definition) -> str:
 
 
 def _print(found: SweepResult, definition: Definition) -> None:
-    from rlsim.cli.terminal import Console
     from rlsim.experiment.summary import EXPLAINED
     from rlsim.results.comparison.verdict import judge
 
@@ -130,11 +128,10 @@ def _print(found: SweepResult, definition: Definition) -> None:
         named = dict(zip(names, texts, strict=True))
         words = (*range(len(names)), len(names) + 4)
         print_tables([Table.of("", {**named, **columns}, *words, caption=caption("sweep", columns=columns))])
-    console = Console(soft_wrap=True)
-    console.print(f"{_counted(definition)}, {len(found.failed)} failed; results: {found.directory}")
+    say(f"{_counted(definition)}, {len(found.failed)} failed; results: {found.directory}")
     if unlike.any():
-        console.print(
+        say(
             f"note: in {unlike.sum()} of {len(summary)} rows the speedup differs by more than {EXPLAINED:.0%} from the "
             "one by tokens: these systems train on other responses than their baseline; rlsim compare says why"
         )
-    console.print(f"next: rlsim compare {found.directory}")
+    say(f"next: rlsim compare {found.directory}")

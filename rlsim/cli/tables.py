@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rlsim.base.formats import Table, is_missing
 from rlsim.base.reading import shipped
 from rlsim.base.refusals import said
+from rlsim.cli.common import say
 from rlsim.errors import printable
 
 if TYPE_CHECKING:
@@ -98,7 +99,6 @@ def print_ledgers(ledgers: Iterable[tuple[str, LedgerRecord]], how: str = "") ->
 
     One line each while no worth is known; else a table of what matters.
     """
-    from rlsim.cli.terminal import Console
     from rlsim.experiment.ledger import turns
 
     for case, ledger in ledgers:
@@ -107,7 +107,7 @@ def print_ledgers(ledgers: Iterable[tuple[str, LedgerRecord]], how: str = "") ->
         title = " · ".join(part for part in (case, ledger.title) if part)
         print_tables([Table(title, ledger.headings, rows, ledger.legend or how, words=(0, 1), prose=0)])
         if said := turns(ledger):
-            Console(soft_wrap=True).print(f"{said}\n", style="bold")
+            say(f"{said}\n", "bold")
 
 
 def print_tables(tables: Iterable[Table], *, stderr: bool = False) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlsim.base.formats import Table, number, share, written
-from rlsim.cli.common import PRINTED, Commands, echo, paths_only, tokens_of, write_json
+from rlsim.cli.common import PRINTED, Commands, echo, paths_only, say, tokens_of, write_json
 from rlsim.cli.tables import NO_BREAK, print_tables
 from rlsim.errors import TraceError
 
@@ -131,8 +131,6 @@ def describe_(
 
 def _print_description(description: dict[str, Any]) -> None:
     """Prints a table with a column for the whole, each task, and each epoch, of many epochs only some."""
-    from rlsim.cli.terminal import Console
-
     parts = description["parts"]
     first, shown = parts[0], _shown(parts)
     rows = written("lengths", shown)
@@ -148,7 +146,6 @@ def _print_description(description: dict[str, Any]) -> None:
     headings = ["", *(part["part"].replace(" ", NO_BREAK) for part in shown)]
     title = f"Response lengths of {description['name']} (tokens)"
     print_tables([Table(title, headings, [[name, *values] for name, values in rows.items()])])
-    say = Console(soft_wrap=True).print
     if description["source"]:
         say(f"source: {description['source']}")
     if len(shown) < len(parts):

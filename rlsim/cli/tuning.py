@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 from collections.abc import Iterator
 from contextlib import suppress
@@ -11,9 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlsim.base.formats import Table, number, share, written
-from rlsim.base.reading import shipped
+from rlsim.base.reading import read_text, read_yaml, shipped
 from rlsim.base.refusals import said
-from rlsim.cli.common import echo, progress_bar, write_json
+from rlsim.cli.common import echo, progress_bar, say, write_json
+from rlsim.cli.tables import print_tables
+from rlsim.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlsim.results.tune.answer import Tuned
@@ -63,7 +66,6 @@ def tune(
     Example: rlsim tune run.tuned.sh --gpu h100 --check new.log
     Example: rlsim tune experiment.yaml --budget 30 --keep memory_utilization --systems
     """
-    from rlsim.errors import ConfigError
     from rlsim.frameworks.draft import check_new, write_changes
     from rlsim.results.tune.answer import Wish
     from rlsim.results.tune.answer import tune as search
@@ -112,7 +114,6 @@ def tune(
 def _configuration(
     sources: list[str], gpu: str | None, gpu_like: str | None, given: dict[str, str | None]
 ) -> Configuration:
-    from rlsim.errors import ConfigError
     from rlsim.experiment.load import framework_of
     from rlsim.frameworks.parts import Options
     from rlsim.results.tune.trial import FRAMEWORKS, Configuration
@@ -129,10 +130,6 @@ def _configuration(
 
 def _price(text: str, configuration: Configuration) -> float:
     """Dollars of an hour of the configuration's GPU: `--price` is one number, or a table by GPU (see there)."""
-    import csv
-
-    from rlsim.base.reading import read_text, read_yaml
-    from rlsim.errors import ConfigError
     from rlsim.experiment.build import LoadedExperiment
     from rlsim.models.hardware import node_types
 
@@ -174,8 +171,6 @@ def _print_fit(errors: Any, steps: int, path: Path) -> None:
 
 
 def _print_check(own: Any, configuration: Configuration, log: Path, json_file: Path | None) -> None:
-    from rlsim.cli.tables import print_tables
-
     table, why_not = own.check(configuration, log)
     data = {"phases": table.to_dict("records"), "own_error": own.error, "checks": own.checks}
     if write_json(json_file, data):
@@ -188,12 +183,9 @@ def _print_check(own: Any, configuration: Configuration, log: Path, json_file: P
 
 
 def _print(found: Tuned, price: float | None, error: float | None, *, verbose: bool) -> None:
-    from rlsim.cli.tables import print_tables
-    from rlsim.cli.terminal import Console
     from rlsim.frameworks.draft import override
     from rlsim.results.tune.systems import FEW, LATE
 
-    say = Console(soft_wrap=True).print
     refused = ", ".join(f"{count} {_REFUSED[kind]}" for kind, count in found.excluded.items())
     say(
         f"{found.evaluated} sets of settings tried in {found.seconds:.0f} s"
@@ -207,7 +199,7 @@ def _print(found: Tuned, price: float | None, error: float | None, *, verbose: b
         if names := [name for name, own in found.not_tried.items() if own == why]:
             say(f"systems {why}: {', '.join(names)}; give a larger --budget")
     for name, why in found.not_tried.items() if verbose else ():
-        say(f"does not apply: {name}: {why}", style="dim")
+        say(f"does not apply: {name}: {why}", "dim")
     if not found.unfit and any(not row["gains"] for row in found.assumptions):
         say("time was over: what has no gain above was not tried at its ends; give a larger --budget")
     for other in found.beside:
