@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rlsim.base.catalogue import DATA
 from rlsim.base.output import GENERATOR, PNG_MARK, SVG_MARK, atomic_path
 from rlsim.base.reading import shipped
-from rlsim.base.refusals import code_of
+from rlsim.base.refusals import code_of, refuse
 from rlsim.errors import ConfigError, RlsimError, printable
 
 if TYPE_CHECKING:
@@ -70,10 +70,7 @@ def rows(frame: pd.DataFrame) -> dict[str, Any]:
 
 def check_chart_path(path: Path, error: type[RlsimError] = ConfigError) -> None:
     """Raises `error` if a chart cannot be written as such a file."""
-    if path.suffix not in CHART_SUFFIXES:
-        raise error(f"{path}: a chart is written as one of {', '.join(CHART_SUFFIXES)}")
-    if path.suffix != ".html" and find_spec("vl_convert") is None:
-        raise error(f"{path}: pictures need vl-convert: pip install 'rlsim[charts]'; .html needs nothing more")
+    refuse("chart", error, path=path, known=CHART_SUFFIXES, draws=find_spec("vl_convert") is not None)
 
 
 def save_chart(figure: Any, path: Path, error: type[RlsimError] = ConfigError) -> None:

@@ -12,17 +12,21 @@ from types import CodeType
 from typing import Any
 
 from rlsim.base.reading import shipped
-from rlsim.errors import ConfigError
+from rlsim.errors import ConfigError, unknown_name
 
 _FUNCTIONS = {
+    "abs": abs,
     "any": any,
     "bool": bool,
-    "is_list": lambda value: isinstance(value, tuple),
+    "is_list": lambda value: isinstance(value, list | tuple),
+    "is_map": lambda value: isinstance(value, dict),
     "len": len,
     "max": max,
     "min": min,
+    "next": next,
     "set": set,
     "sorted": sorted,
+    "unknown_name": unknown_name,
 }
 
 
@@ -34,7 +38,13 @@ def code_of(condition: str) -> CodeType:
 
 def worth(expression: str, values: Mapping[str, Any]) -> Any:
     """What such an expression is worth with these values."""
-    return eval(code_of(expression.strip()), {"__builtins__": _FUNCTIONS}, values)
+    return eval(code_of(expression.strip()), {"__builtins__": _FUNCTIONS, **values})
+
+
+def text_of(text: str, values: Mapping[str, Any]) -> str:
+    """A text of a table, in whose `{…}` stand expressions over these values, as in an f-string."""
+    quotes = "'''" if text.endswith('"') else '"""'
+    return str(worth(f"f{quotes}{text}{quotes}", values))
 
 
 def holds(condition: str, values: Mapping[str, Any]) -> bool:
@@ -45,7 +55,7 @@ def holds(condition: str, values: Mapping[str, Any]) -> bool:
 def said(rows: Iterable[str | Mapping[str, str]], **known: Any) -> list[str]:
     """The texts among these rows, those with a condition (`if`) where it holds, with what is `known` for `{…}`."""
     texts = (row if isinstance(row, str) else row["says"] * holds(row["if"], known) for row in rows)
-    return [text.format(**known) for text in texts if text]
+    return [text_of(text, known) for text in texts if text]
 
 
 def rows_of(group: str) -> list[dict[str, str]]:
@@ -55,10 +65,10 @@ def rows_of(group: str) -> list[dict[str, str]]:
 
 def refusal(group: str, values: Mapping[str, Any]) -> str:
     """The words of the first row of a group whose condition holds; empty if none does."""
-    return next((row["says"].format(**values) for row in rows_of(group) if holds(row["if"], values)), "")
+    return next((text_of(row["says"], values) for row in rows_of(group) if holds(row["if"], values)), "")
 
 
-def refuse(group: str, **values: Any) -> None:
-    """Raises `ConfigError` with the words of the first row of a group whose condition holds."""
+def refuse(group: str, error: type[Exception] = ConfigError, /, **values: Any) -> None:
+    """Raises `error` with the words of the first row of a group whose condition holds."""
     if said := refusal(group, values):
-        raise ConfigError(said)
+        raise error(said)

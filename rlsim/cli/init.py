@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from rlsim.base.reading import is_file
+from rlsim.base.refusals import refuse
 from rlsim.cli.common import echo, say, say_notes
-from rlsim.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlsim.frameworks.draft import Draft
@@ -53,14 +53,8 @@ def init(
     sources = {"--from-verl": from_verl, "--from-nemo": from_nemo, "--from-areal": from_areal,
                "--from-slime": from_slime, "--from-skyrl": from_skyrl}  # fmt: skip
     frameworks = [option for option, texts in sources.items() if texts]
-    if len(frameworks) > 1:
-        raise ConfigError(f"{' and '.join(frameworks)}: an experiment is of one configuration; give one of them")
-    if reward_model is not None and frameworks != ["--from-verl"]:
-        raise ConfigError("--reward-model goes with --from-verl")
-    if (gpu or gpu_like or network) and not frameworks:
-        raise ConfigError("--gpu goes with --from-verl, or another configuration: give --cluster")
-    if frameworks and name and ("=" in name or is_file(name)):
-        raise ConfigError(f"{name}: {frameworks[0]} goes before every file and setting")
+    machine, behind = gpu or gpu_like or network, name and ("=" in name or is_file(name))
+    refuse("rlsim init", frameworks=frameworks, reward=reward_model, gpu=machine, name=name, behind=behind)
     if frameworks:
         options = Options.of(
             folder, gpu, gpu_like, cluster=cluster, model=model, reward_model=reward_model, calibration=calibration,

@@ -13,11 +13,10 @@ from typing import Any
 
 from pydantic import Field, TypeAdapter
 
-from rlsim.base.catalogue import DATA
 from rlsim.base.formats import number
-from rlsim.base.reading import read_yaml
+from rlsim.base.reading import shipped
 from rlsim.base.records import Record
-from rlsim.base.refusals import holds
+from rlsim.base.refusals import holds, text_of
 from rlsim.base.schema import Schema
 from rlsim.cost.calibration import calibration_names
 from rlsim.cost.derived import ITERATIONS
@@ -175,7 +174,6 @@ def ledgers(manifest: Mapping[str, Any]) -> Iterator[tuple[str, LedgerRecord]]:
 # ---- which rows of the table hold -----------------------------------------------------------------------------------
 
 
-TABLE = DATA / "assumptions.yaml"
 GIVEN, ASSUMED, OWN = "given", "assumed", "rlsim's default"
 
 
@@ -195,7 +193,7 @@ class Assumption(Schema):
 @cache
 def table() -> tuple[Assumption, ...]:
     """What may be assumed."""
-    return TypeAdapter(tuple[Assumption, ...]).validate_python(read_yaml(TABLE))
+    return TypeAdapter(tuple[Assumption, ...]).validate_python(shipped("assumptions.yaml"))
 
 
 # ---- whose values these are -----------------------------------------------------------------------------------------
@@ -296,8 +294,8 @@ def _record(row: Assumption, experiment: Experiment, facts: Mapping[str, Any]) -
     return AssumedRecord(
         name=row.name,
         key=row.key,
-        taken=row.taken.format(**facts) if row.taken else _text(value, row.key),
-        why=row.why.format(**facts),
+        taken=text_of(row.taken, facts) if row.taken else _text(value, row.key),
+        why=text_of(row.why, facts),
         ends=[EndRecord(settings={row.key: one}, shown=shown) for one, shown in ends],
     )
 

@@ -17,9 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from rlsim.base.catalogue import DATA
-from rlsim.base.reading import read_yaml
-from rlsim.base.refusals import code_of, holds, refuse
+from rlsim.base.reading import shipped
+from rlsim.base.refusals import code_of, holds, refuse, text_of
 from rlsim.cost.memory import kv_shape
 from rlsim.errors import RlsimError
 from rlsim.experiment.build import LoadedExperiment
@@ -98,7 +97,7 @@ class Condition:
     def text(self, values: Mapping[str, Any], release: str) -> str:
         """The row in words for a person."""
         whose = f"{self.of} {release}" if release and self.since + self.until else self.of
-        return f"{self.says.format(**values)}: {whose} does not start with it ({self.at})"
+        return f"{text_of(self.says, values)}: {whose} does not start with it ({self.at})"
 
 
 def _number(release: str) -> tuple[int, ...]:
@@ -108,7 +107,7 @@ def _number(release: str) -> tuple[int, ...]:
 @cache
 def conditions() -> tuple[Condition, ...]:
     """All rows of the table."""
-    table = read_yaml(DATA / "starts.yaml")
+    table = shipped("starts.yaml")
     return tuple(Condition(of, row.pop("if"), **row) for of, rows in table.items() for row in map(dict, rows))
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from rlsim.base.hooks import overridden
+from rlsim.base.refusals import refuse
 from rlsim.base.usercode import origin
 from rlsim.errors import RlsimError
 from rlsim.experiment.systems import System, is_layout
@@ -145,20 +146,14 @@ def _check(make: Callable[[], System], batch: Batch, tally: Tally) -> None:
 
 
 def _same(first: Played, second: Played) -> None:
-    if first.initial_tp != second.initial_tp:
-        raise ContractError(
-            f"it is not deterministic: it began at TP {first.initial_tp}, the second time at TP {second.initial_tp}"
-        )
+    refuse("policy again", ContractError, first=first, second=second)
     for a, b in itertools.zip_longest(first.answers, second.answers):
         if a != b:
             raise ContractError(f"it is not deterministic: it answered {_told(a)}, the second time {_told(b)}")
 
 
 def _no_peeking(first: Played, second: Played, until_s: float) -> None:
-    if first.initial_tp != second.initial_tp:
-        raise ContractError(
-            f"it knows lengths in advance: it begins at TP {first.initial_tp} or {second.initial_tp}, by the lengths"
-        )
+    refuse("policy in another future", ContractError, first=first, second=second)
     early = [[a for a in run.answers if a[0] < until_s * (1 - 1e-9)] for run in (first, second)]
     for a, b in itertools.zip_longest(*early) if not first.told else ():
         if a is None or b is None or a[1] != b[1] or abs(a[0] - b[0]) > 1e-9 * a[0]:

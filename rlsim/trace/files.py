@@ -12,6 +12,7 @@ import pandas as pd
 from pydantic import ValidationError
 
 from rlsim.base.output import atomic_path
+from rlsim.base.refusals import refuse
 from rlsim.base.tables import csv_errors, json_lines, open_data, read_parquet
 from rlsim.errors import TraceError
 from rlsim.trace.schema import BY_NAME, COLUMNS, Trace, TraceMeta, make_trace
@@ -103,14 +104,7 @@ def read_table(path: Path, kind: str | None = None) -> tuple[pd.DataFrame, Trace
 
     `kind` (parquet, csv or jsonl) overrules the file's ending. Raises `TraceError` if it cannot be read.
     """
-    if path.is_dir():
-        raise TraceError(f"{path}: is a folder, not a trace file")
-    if not path.exists():
-        raise TraceError(f"{path}: no such file")
-    if kind is None and not ends(path, _SUFFIXES):
-        raise TraceError(f"{path}: cannot tell the format from the name; expected one of: {', '.join(_SUFFIXES)}")
-    if path.stat().st_size == 0:
-        raise TraceError(f"{path}: the file is empty")
+    refuse("trace file", TraceError, path=path, unknown=not kind and not ends(path, _SUFFIXES), known=_SUFFIXES)
     meta = TraceMeta(name=stem(path, _SUFFIXES) or "trace")
     if kind == "parquet" or (kind is None and ends(path, PARQUET)):
         frame, meta = _read_parquet(path, meta)

@@ -20,6 +20,7 @@ import pandas as pd
 from pydantic import AfterValidator, Field, model_validator
 
 from rlsim.base.reading import records
+from rlsim.base.refusals import refuse
 from rlsim.base.schema import Schema
 from rlsim.base.tables import floats, parse_json
 from rlsim.errors import TraceError, one_line
@@ -184,11 +185,8 @@ def mix(traces: Sequence[Trace]) -> Trace:
     if len(traces) == 1:
         return traces[0]
     names = [trace.meta.name for trace in traces]
-    if len(set(names)) < len(names):
-        raise TraceError(f"the traces {', '.join(names)} cannot be mixed: two have the same name")
     epochs = {int(trace.frame["epoch"].max()) + 1 for trace in traces}
-    if len(epochs) > 1:
-        raise TraceError(f"the traces {', '.join(names)} cannot be mixed: they have different numbers of epochs")
+    refuse("mixed traces", TraceError, names=names, epochs=epochs)
     frames = [
         trace.frame.assign(prompt_id=[f"{trace.meta.name}/{prompt}" for prompt in trace.frame["prompt_id"]])
         for trace in traces

@@ -10,7 +10,8 @@ import pandas as pd
 
 from rlsim.base.catalogue import DATA
 from rlsim.base.reading import read_text
-from rlsim.errors import ConfigError, unknown_name
+from rlsim.base.refusals import refuse
+from rlsim.errors import ConfigError
 from rlsim.frameworks import parts
 from rlsim.frameworks.draft import Draft, Entry
 from rlsim.frameworks.mapping import Reading, names, unlike_rows
@@ -98,12 +99,9 @@ def from_verl(sources: Sequence[str], options: Options, version: str = VERSIONS[
 def _facts(config: VerlSettings, settings: RunSettings, machines: Cluster, apart: Apart | None) -> dict[str, Any]:
     """What follows from several settings, for the table data/frameworks/verl.yaml. Raises `ConfigError`."""
     estimator, critic, train = config.text(_ESTIMATOR), config.told(FLAG, "critic.enable"), settings.train
-    if estimator not in _ALGORITHMS:
-        raise ConfigError(f"{config.where(_ESTIMATOR)}: {unknown_name('advantage estimator', estimator, _ALGORITHMS)}")
+    told = {"where": config.where(_ESTIMATOR), "critic": critic, "place": config.origin.get("critic.enable")}
+    refuse("veRL's algorithm", estimator=estimator, known=_ALGORITHMS, **told)
     algorithm = _ALGORITHMS[estimator]
-    if critic is not None and critic != (algorithm == "ppo"):
-        raise ConfigError(f"{config.origin['critic.enable']}: critic.enable = {critic} with {_ESTIMATOR}={estimator}: "
-                          "no algorithm of rlsim has these calls; write it as workflow.algorithm: custom")  # fmt: skip
     flags = (f"{ACTOR}{part}.{kind}_offload" for part in ("fsdp_config", "megatron") for kind in ("param", "optimizer"))
     offloaded = [key for key in flags if config.flag(key)]
     scores = (name for name in ("sandbox", "scoring") if any(config.told(ANYTHING, key) for key in config.keys(name)))
@@ -171,10 +169,8 @@ def _settings(config: VerlSettings, draft: Draft, machines: Cluster, apart: Apar
     """The configuration as `rlsim calibrate from-run` reads it."""
     strategy, tp = config.text(STRATEGY), config.whole(TP)
     rollout = apart.rollout if apart else (machines.gpus // machines.domain_gpus, machines.domain_gpus)
-    if strategy not in ("fsdp", "fsdp2", "megatron"):
-        raise ConfigError(f"{config.where(STRATEGY)}: {strategy} is not simulated; fsdp, fsdp2 or megatron are")
-    if problem := replica_problem(tp, *rollout):
-        raise ConfigError(f"{config.where(TP)} = {tp}: it {problem}")
+    where, problem = {"where": config.where(STRATEGY), "tp_where": config.where(TP)}, replica_problem(tp, *rollout)
+    refuse("veRL's strategy", strategy=strategy, tp=tp, problem=problem, **where)
     if tp > rollout[1]:
         draft.notes.append(
             f"{config.where(TP)} = {tp}: a replica is on {tp // rollout[1]} nodes, of which no engine's steps were "
@@ -197,13 +193,7 @@ def _settings(config: VerlSettings, draft: Draft, machines: Cluster, apart: Apar
 
 def _model(config: VerlSettings, draft: Draft, options: Options) -> Model:
     path = options.model or config.value("model")
-    if path is None and not config.has("actor_rollout_ref"):
-        raise ConfigError(
-            f"{config.file}: no setting of actor_rollout_ref: supervised fine-tuning and "
-            "evaluation are no RL training, of which experiments are"
-        )
-    if path is None:
-        raise ConfigError(f"{config.file} names no model ({_MODEL}): give --model")
+    refuse("veRL's model", path=path, file=config.file, key=_MODEL, trains=config.has("actor_rollout_ref"))
     return parts.add_model(draft, options, path, config.where(_MODEL))
 
 

@@ -12,6 +12,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy.optimize import brentq
 
+from rlsim.base.refusals import refuse
 from rlsim.errors import CalibrationError
 from rlsim.frameworks.verl.log import VerlLog, read_log
 from rlsim.frameworks.verl.run import batch_of
@@ -100,7 +101,7 @@ def _fitted(drawn: Floats, logged: Logged, cap: int) -> NDArray[np.int64]:
     longest response logged and anchor the longest drawn. Then the mean falls as p grows, which gives p. Where neither
     is logged p is 1 and one factor gives the mean.
     """
-    _check(logged, cap)
+    refuse("lengths of a log", CalibrationError, cap=cap, **vars(logged))
     mean, cut = logged.response_mean, round(logged.clip_ratio * len(drawn)) if logged.clip_ratio > 0.0 else 0
     edge = float(cap) if cut else logged.response_max
     x = np.log(drawn)
@@ -123,21 +124,6 @@ def _fitted(drawn: Floats, logged: Logged, cap: int) -> NDArray[np.int64]:
     else:
         p = float(brentq(lambda p: float(lengths(p).mean()) - mean, low, high, xtol=1e-7))
     return np.rint(lengths(p)).astype(np.int64)
-
-
-def _check(logged: Logged, cap: int) -> None:
-    mean, longest, share = logged.response_mean, logged.response_max, logged.clip_ratio
-    lengths = f"{logged.where}: step {logged.step}: response_length"
-    if share > 1.0:
-        raise CalibrationError(f"{lengths}/clip_ratio is {share:g}, expected a share of 1")
-    if longest > cap * 1.001 or mean > cap * 1.001:
-        raise CalibrationError(f"{lengths}: mean {mean:g} and max {longest:g} exceed the cap of {cap:g} tokens")
-    if mean < 1.0 or longest < mean * 0.999:
-        raise CalibrationError(f"{lengths}: mean {mean:g} and max {longest:g} cannot both be")
-    if share * cap > mean * 1.01:
-        raise CalibrationError(
-            f"{lengths}: mean {mean:g} is impossible with {share:.1%} of the responses at the cap of {cap} tokens"
-        )
 
 
 def _stretched(drawn: Floats, mean: float, cap: int) -> NDArray[np.int64]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
+from rlsim.base.refusals import refuse
 from rlsim.base.schema import Schema, validate
 from rlsim.cost.strategy import EXPERT_IMBALANCE, Recompute, TrainStrategy, attention_of, logits_of
 from rlsim.errors import CalibrationError
@@ -122,8 +123,8 @@ def settings_of(
         find.missing.append("the rollout's TP (--tp)")
     find.check()
     rollout_tp = rollout_tp or 1
-    if problem := replica_problem(rollout_tp, *(rollout or (cluster.gpus // cluster.domain_gpus, cluster.domain_gpus))):
-        raise CalibrationError(f"the rollout's TP {rollout_tp} {problem}")
+    problem = replica_problem(rollout_tp, *(rollout or (cluster.gpus // cluster.domain_gpus, cluster.domain_gpus)))
+    refuse("replica of a log", CalibrationError, tp=rollout_tp, problem=problem)
     logged = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}.get(str(find.logged("strategy")))
     backend = find.prefer("backend", backend, logged) or "fsdp"
     strategies = _strategies(given, backend, cluster, find)
@@ -177,14 +178,7 @@ def _check_gpus(log: VerlLog, cluster: Cluster, find: _Finder) -> None:
     gpus = (steps.total_tokens / steps.step_s / steps.throughput).median()
     nodes, per_node = map(find.logged, ("nodes", "per_node"))
     told = nodes * per_node if nodes and per_node else None
-    if told is not None and told != cluster.gpus:
-        raise CalibrationError(f"{log.path}: the run had {told} GPUs (trainer.nnodes × n_gpus_per_node), cluster "
-                               f"{cluster.name} has {cluster.gpus}")  # fmt: skip
-    if told is None and not math.isnan(gpus) and abs(gpus / cluster.gpus - 1.0) > 0.02:
-        raise CalibrationError(
-            f"{log.path}: perf/throughput (tokens per second and GPU) says the run had {gpus:.3g} GPUs, cluster "
-            f"{cluster.name} has {cluster.gpus}"
-        )
+    refuse("GPUs of a log", CalibrationError, path=log.path, told=told, gpus=gpus, cluster=cluster)
 
 
 def _batch(log: VerlLog, prompts: int | None, responses: int | None, find: _Finder) -> tuple[int, int]:
@@ -206,11 +200,7 @@ def _batch(log: VerlLog, prompts: int | None, responses: int | None, find: _Find
     if prompts is None or responses is None:
         find.missing.append(f"prompts and responses of a step ({find.batch}; veRL's train_batch_size and rollout.n)")
         return 0, 0
-    if known and abs(counted / (prompts * responses) - 1.0) > 0.02:
-        raise CalibrationError(
-            f"{log.path}: perf/total_num_tokens over the mean prompt and response is {counted:.0f} sequences a step, "
-            f"but {prompts} prompts × {responses} responses = {prompts * responses}"
-        )
+    refuse("batch of a log", CalibrationError, path=log.path, counted=counted, prompts=prompts, responses=responses)
     return prompts, responses
 
 
@@ -224,8 +214,7 @@ def _strategies(
     values = {name: find.prefer(f"train.{name}", getattr(given, name), logged.get(name)) for name in names}
     tp, pp, cp, ep = (values[name] or 1 for name in names[:4])
     share = tp * pp * cp
-    if cluster.gpus % share:
-        raise CalibrationError(f"train: tp × pp × cp = {share} does not divide the {cluster.gpus} GPUs")
+    refuse("strategy of a log", CalibrationError, share=share, gpus=cluster.gpus)
     common: dict[str, Any] = {
         "ep": ep,
         "expert_tp": tp if values["expert_tp"] is None and ep > 1 else values["expert_tp"],  # Megatron-LM's own default

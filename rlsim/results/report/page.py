@@ -12,7 +12,7 @@ from rlsim.base.charts import OFFLINE, chart_spec, vega_script
 from rlsim.base.formats import Table
 from rlsim.base.output import check_own_file, write_text
 from rlsim.base.reading import shipped
-from rlsim.base.refusals import said
+from rlsim.base.refusals import said, text_of
 from rlsim.base.version import __version__
 from rlsim.errors import ConfigError
 
@@ -31,7 +31,7 @@ class Figure:
 def figure(name: str, chart: Any, own: str = "", /, **known: Any) -> Figure:
     """A chart under the title and over the caption that `rlsim/data/report.yaml` has for that name; its `own` name."""
     told = shipped("report.yaml")[name]
-    return Figure(own or name, told["title"].format(**known), chart, " ".join(said(told["caption"], **known)))
+    return Figure(own or name, text_of(told["title"], known), chart, " ".join(said(told["caption"], **known)))
 
 
 @dataclass(frozen=True)

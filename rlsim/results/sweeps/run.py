@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlsim.base.output import write_bytes
+from rlsim.base.refusals import refuse
 from rlsim.base.version import __version__
 from rlsim.errors import ConfigError, check_arguments
 from rlsim.experiment.columns import to_bytes
@@ -86,12 +87,8 @@ def sweep(
 
 
 def _check(tables: Sequence[str] | None, workers: int | None, executor: str, address: str | None) -> None:
-    if executor not in ("local", "ray"):
-        raise ConfigError(f"unknown executor {executor!r}; expected local or ray")
-    if workers is not None and workers < 1:
-        raise ConfigError(f"workers: expected 1 or more, got {workers}")
-    for name in {*(tables or ())} - set(COLUMNS):
-        raise ConfigError(f"unknown table {name!r}; expected one of: {', '.join(COLUMNS)}")
+    unknown = sorted({*(tables or ())} - set(COLUMNS))
+    refuse("sweep", executor=executor, workers=workers, unknown=unknown, known=COLUMNS)
     if executor == "ray":
         from rlsim.results.sweeps.on_ray import check_ray
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, field_validator
 
 from rlsim.base.schema import Name, Schema, located
 from rlsim.errors import ConfigError
@@ -42,29 +42,6 @@ class Block(Schema):
     zipped: dict[str, Any] | None = Field(default=None, alias="zip")
     listed: tuple[Any, ...] | None = Field(default=None, alias="list")
     random: RandomBlock | None = None
-
-    @field_validator("grid", "zipped")
-    @classmethod
-    def _lists(cls, value: dict[str, Any] | None, info: ValidationInfo) -> dict[str, Any] | None:
-        for key, values in (value or {}).items():
-            if not isinstance(values, list | tuple) or not values:
-                raise ValueError(f"{key}: expected a list of values such as [4K, 8K], got {values!r}")
-        if value is not None and not value:
-            raise ValueError("expected keys such as trace.cap, each with a list of values")
-        lengths = {key: len(values) for key, values in (value or {}).items()}
-        if info.field_name == "zipped" and len(set(lengths.values())) > 1:
-            raise ValueError(f"zip takes as many values of each key, got {lengths}")
-        return value
-
-    @field_validator("listed")
-    @classmethod
-    def _mappings(cls, value: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
-        for item in value or ():
-            if not isinstance(item, dict) or not item:
-                raise ValueError(f"expected settings such as {{trace.cap: 8K}}, got {item!r}")
-        if value == ():
-            raise ValueError("expected at least one mapping of settings")
-        return value
 
 
 class SweepSpec(Schema):

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from rlsim.base.refusals import refuse
 from rlsim.errors import TraceError
 from rlsim.trace.importers.rows import Row, file_rows
 from rlsim.trace.turns import Turn, response_tokens
@@ -62,17 +63,9 @@ def read_dump(
     `columns` maps columns of the schema to keys of the rows and comes before what the layout says. Raises `TraceError`
     with file and row, and where the dump holds no lengths and no tokenizer is given.
     """
-    if dump.refused:
-        raise TraceError(f"{where}: {dump.refused}")
     counted = "response_text" in dump.columns and "response_tokens" not in columns
     notes, counter = [dump.of, *dump.notes], None
-    if counted and tokenizer is None:
-        raise TraceError(
-            f"{where}: {dump.of} holds texts and no token counts, and rlsim guesses no lengths. Give the model's "
-            "tokenizer (--tokenizer PATH, its tokenizer.json or local folder; nothing is downloaded), or a key that "
-            "holds lengths if yours has one (--column response_tokens=KEY). Without either, the run's metric log still "
-            "gives lengths that are derived from its means (docs/traces.md)"
-        )
+    refuse("dump", TraceError, where=where, dump=dump, counted=counted, tokenizer=tokenizer)
     if counted and tokenizer is not None:
         counter = TokenCounter(tokenizer)
         notes.append(
@@ -265,16 +258,7 @@ class TokenCounter:
     def __init__(self, path: str | Path) -> None:
         path = Path(path)
         file = path / "tokenizer.json" if path.is_dir() else path
-        if path.is_dir() and not file.is_file():
-            raise TraceError(
-                f"--tokenizer {path}: the folder holds no tokenizer.json; "
-                "AutoTokenizer.from_pretrained(…).save_pretrained(FOLDER) writes one"
-            )
-        if not file.is_file():
-            raise TraceError(
-                f"--tokenizer {path}: no such file or folder; give the model's tokenizer.json or the local folder it "
-                "lies in (rlsim downloads nothing)"
-            )
+        refuse("tokenizer", TraceError, path=path, file=file)
         try:
             from tokenizers import Tokenizer
 
