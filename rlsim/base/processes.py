@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -25,9 +25,9 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def pool_of(workers: int, begin: Callable[..., None] | None = None, *given: Any, **more: Any) -> ProcessPoolExecutor:
-    """So many processes, in each of which `begin` is called with what is `given` before all else."""
-    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin, (begin, *given), **more)
+def pool_of(workers: int, **more: Any) -> ProcessPoolExecutor:
+    """So many processes."""
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin, **more)
 
 
 def end(one: ProcessPoolExecutor) -> None:
@@ -71,12 +71,10 @@ def at_most(time_s: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _begin(begin: Callable[..., None] | None, *given: Any) -> None:
+def _begin() -> None:
     """In a worker: interrupts are for the parent to handle, and it ends with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    if begin is not None:
-        begin(*given)
 
 
 def _end_with_parent() -> None:

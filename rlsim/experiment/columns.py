@@ -6,7 +6,6 @@ time on its GPUs. Where a row of the summary has no meaning of its own, it is th
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +15,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlsim.base.catalogue import DATA
+from rlsim.base.reading import shipped
 from rlsim.base.records import file_sha256
 from rlsim.base.refusals import code_of
 from rlsim.base.tables import parquet_errors
@@ -35,10 +34,7 @@ class Column(NamedTuple):
 
 def _groups() -> dict[str, dict[str, Column]]:
     found: dict[str, dict[str, Column]] = {}
-    path = DATA / "columns.csv"
-    with path.open(encoding="utf-8", newline="") as file:
-        _, *rows = csv.reader(file)
-    for group, name, *told, of in rows:
+    for group, name, *told, of in shipped("columns.csv")[1:]:
         known = (
             Column._make((name, *told, of)) if any(told) else {**found["every"], **found["steps"]}[name]._replace(of=of)
         )

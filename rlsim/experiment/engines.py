@@ -132,11 +132,8 @@ def scoring_engine(
         pages = int(KV_SHARE * kind.cluster.gpu.memory_bytes / page_bytes)
     else:
         pages = _engine(loaded, kind, model, share, resident_bytes=resident_bytes).capacity_pages(cost.tp)
-    if not cost.kv.fits(longest, engine.page_tokens, pages):
-        raise CapacityError(
-            f"{what}: {model.name} at TP {cost.tp} has room for {pages * engine.page_tokens} tokens of KV cache, a "
-            f"response may need {longest}"
-        )
+    page = engine.page_tokens
+    refuse("scoring engine", CapacityError, what=what, model=model, cost=cost, longest=longest, page=page, pages=pages)
     factor = slowdown or 1.0
     return RewardModelEngine(cost.tp, cost, crowded(cost, factor), factor, pages, engine)
 

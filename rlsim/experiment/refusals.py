@@ -19,6 +19,7 @@ import numpy as np
 
 from rlsim.base.reading import shipped
 from rlsim.base.refusals import code_of, holds, refuse, text_of
+from rlsim.base.version import numbers_of
 from rlsim.cost.memory import kv_shape
 from rlsim.errors import RlsimError
 from rlsim.experiment.build import LoadedExperiment
@@ -91,17 +92,13 @@ class Condition:
     def unmet(self, values: Mapping[str, Any], release: str) -> bool:
         """Whether these values are refused by that release (empty: any); false where one is not known."""
         known = all(values.get(name) is not None for name in code_of(self.refused).co_names)
-        within = _number(self.since) <= _number(release) <= _number(self.until or "9999") or not release
+        within = numbers_of(self.since) <= numbers_of(release) <= numbers_of(self.until or "9999") or not release
         return known and within and holds(self.refused, values)
 
     def text(self, values: Mapping[str, Any], release: str) -> str:
         """The row in words for a person."""
         whose = f"{self.of} {release}" if release and self.since + self.until else self.of
         return f"{text_of(self.says, values)}: {whose} does not start with it ({self.at})"
-
-
-def _number(release: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in release.split(".") if part)
 
 
 @cache

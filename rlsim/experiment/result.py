@@ -23,6 +23,7 @@ import pandas as pd
 
 from rlsim.base.output import check_folder, flush, locked, reason, written_by_rlsim
 from rlsim.base.records import file_sha256, read_record, sealed
+from rlsim.base.refusals import refuse
 from rlsim.base.version import __version__
 from rlsim.errors import ConfigError
 from rlsim.experiment.build import LoadedExperiment
@@ -243,11 +244,7 @@ def check_target(directory: str | Path, name: str | None = None) -> Path:
         there = read_record(target / MANIFEST)["experiment"]["name"]
     except ConfigError as error:
         raise ConfigError(f"{error}\n{directory} is left as it is; choose another directory") from None
-    if name is not None and there != name:
-        raise ConfigError(
-            f"{directory} holds the results of another experiment, {there}, and this one is {name}: name another "
-            "directory (--out), or remove that one"
-        )
+    refuse("results", directory=directory, there=there, name=name)
     return target
 
 

@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 from rlsim.base.reading import shipped
 from rlsim.base.refusals import code_of, holds
+from rlsim.base.version import numbers_of
 from rlsim.errors import ConfigError, unknown_name
 from rlsim.frameworks.draft import Entry
 from rlsim.frameworks.settings import ANYTHING, FLAG, KINDS, NUMBER, Kind, Names, Settings
@@ -184,17 +185,13 @@ def names(of: str) -> Names:
 def default_values(of: str, release: str = "") -> dict[str, Any]:
     """The default of every key that bears on time; None where there is none."""
     rows = _rows("defaults.csv", of)
-    return {key: json.loads(value) for since, key, value in rows if _number(since) <= _number(release)}
+    return {key: json.loads(value) for since, key, value in rows if numbers_of(since) <= numbers_of(release)}
 
 
 @cache
 def newest(of: str) -> str:
     """The newest release of whose defaults the table knows; empty where it names none."""
-    return max((since for since, *_ in _rows("defaults.csv", of)), key=_number, default="")
-
-
-def _number(release: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in release.split(".") if part)
+    return max((since for since, *_ in _rows("defaults.csv", of)), key=numbers_of, default="")
 
 
 @cache

@@ -111,8 +111,7 @@ def model_from_facts(
     scale = np.array([point[2] for point in points]) * np.where(np.array([point[3] for point in points]), spread, 1.0)
 
     def residuals(theta: Floats) -> Floats:
-        weight, mu, sigma = _read(theta, k)
-        parts = weight, mu, sigma
+        parts = _read(theta, k)
         off = (ndtri(1 - mixture_cdf(*parts, lengths)) - ndtri(shares)) * scale
         means = [math.log(mixture_mean(*parts, f.under or cap_tokens) / f.mean) / f.allowed for f in facts if f.mean]
         return np.concatenate([off, means, strength * (theta - prior)])
@@ -121,9 +120,7 @@ def model_from_facts(
     if k == 3:  # a short part of its own, far below the body
         tries.append(prior + np.array([0, 0, 1.2, 0, 0, -0.5, 0, -0.5]))
     runs: list[Any] = [least_squares(residuals, t, xtol=1e-13, ftol=1e-13, gtol=1e-13) for t in tries]
-    found = min(runs, key=lambda run: float(run.cost))
-    weight, mu, sigma = _read(found.x, k)
-    return mixture(list(weight), list(mu), list(sigma))
+    return mixture(*_read(min(runs, key=lambda run: float(run.cost)).x, k))
 
 
 def _first_guess(facts: Sequence[Fact], lengths: Floats, shares: Floats) -> tuple[float, float]:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from rlsim.base.output import atomic_path, write_text
+from rlsim.base.refusals import refuse
 from rlsim.base.schema import Schema, load
 from rlsim.errors import TraceError
 from rlsim.trace.mixture import (
@@ -115,11 +116,7 @@ def fit_trace(trace: Trace, cap_tokens: int | None = None, *, components: int = 
     if cap is not None:
         censored = censored | (tokens >= cap)
         tokens = np.minimum(tokens, cap)
-    if (~censored).sum() < 20 or len(np.unique(tokens[~censored])) < 2:
-        raise TraceError(
-            f"{trace.meta.name}: a fit needs at least 20 responses of different lengths below the cap; "
-            f"this trace has {int((~censored).sum())}"
-        )
+    refuse("fit", TraceError, name=trace.meta.name, lengths=tokens[~censored].tolist())
     plain = fit_lengths(tokens, censored, 1)
     model = fit_lengths(tokens, censored, components) if components > 1 else plain
     codes = trace.prompt_codes()[0]
@@ -182,8 +179,7 @@ def fit_lengths(tokens: Ints, censored: Bools, components: int) -> LengthModel:
         if np.isfinite(found.fun) and (best is None or found.fun < best.fun - 1e-9):
             best = found
     assert best is not None
-    weight, mu, sigma = _unpack(best.x, components)
-    return mixture(list(weight), list(mu), list(sigma))
+    return mixture(*_unpack(best.x, components))
 
 
 def _unpack(theta: Floats, k: int) -> tuple[Floats, Floats, Floats]:

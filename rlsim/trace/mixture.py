@@ -20,6 +20,7 @@ from pydantic import Field, model_validator
 from rlsim.base.schema import Schema
 
 Floats = npt.NDArray[np.float64]
+Numbers = Floats | Sequence[float]
 _NODES = np.polynomial.legendre.leggauss(40)
 
 
@@ -149,7 +150,7 @@ def mixture_mean(weight: Floats, mu: Floats, sigma: Floats, cap_tokens: float = 
     return float(weight @ (whole * ndtr(z - sigma) + cap_tokens * ndtr(-z)))
 
 
-def mixture(weight: Sequence[float], mu: Sequence[float], sigma: Sequence[float]) -> LengthModel:
+def mixture(weight: Numbers, mu: Numbers, sigma: Numbers) -> LengthModel:
     """A mixture from plain numbers (mu = log of the median in tokens), shortest component first.
 
     Rounded to six digits: enough for any fact, and short of what differs between versions of a solver.

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rlsim.base.refusals import refuse
 from rlsim.errors import TraceError
 from rlsim.trace.schema import Trace
 from rlsim.trace.turns import ToolCall, agents_of, response_tokens, tool_calls, unrecorded
@@ -239,10 +240,7 @@ class StepSampler:
 
     def _regrouped(self, rows: _Epoch, index: int) -> _Epoch:
         groups = len(rows.rows) // self.responses
-        if groups == 0:
-            raise TraceError(
-                f"{self.trace.meta.name}: {len(rows.rows)} responses cannot form one group of {self.responses}"
-            )
+        refuse("groups", TraceError, name=self.trace.meta.name, rows=rows.rows, size=self.responses, groups=groups)
         rng = np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=(0, index)))
         chosen = rng.permutation(rows.rows)[: groups * self.responses]
         first = np.arange(groups) * self.responses
@@ -257,10 +255,7 @@ def limits(prompt_tokens: npt.ArrayLike, cap_tokens: int, max_model_len: int | N
     prompts = np.asarray(prompt_tokens, np.int64)
     if max_model_len is None:
         return np.full_like(prompts, cap_tokens)
-    if prompts.max() >= max_model_len:
-        raise TraceError(
-            f"a prompt of {prompts.max():,} tokens leaves no room for a response in max_model_len, {max_model_len:,}"
-        )
+    refuse("room for responses", TraceError, longest=prompts.max(), most=max_model_len)
     return np.minimum(cap_tokens, max_model_len - prompts)
 
 

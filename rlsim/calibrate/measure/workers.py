@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing import active_children, get_context, parent_process
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any, Self
 
+from rlsim.base.processes import pool_of
 from rlsim.errors import CalibrationError, RlsimError
 
 #: A collective that waits longer than this for another worker fails.
@@ -69,7 +68,7 @@ class Workers:
     def __enter__(self) -> Self:
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # shared buffers need no disk behind them
         self._scratch = tempfile.TemporaryDirectory(prefix="rlsim-workers-", dir=memory)
-        self._pools = [ProcessPoolExecutor(1, get_context("spawn")) for _ in range(self.count)]
+        self._pools = [pool_of(1) for _ in range(self.count)]
         self.pids = self._results([pool.submit(os.getpid) for pool in self._pools])
         folder = Path(self._scratch.name)
         places = [(rank, self.count, self.device, folder) for rank in range(self.count)]
@@ -126,8 +125,6 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def _join(rank: int, count: int, device: str, folder: Path) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     if device == "cpu" and hasattr(os, "sched_getaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
@@ -148,10 +145,3 @@ def _join(rank: int, count: int, device: str, folder: Path) -> None:
         backend = "gloo" if device == "cpu" else "nccl"
         dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=count, timeout=TIMEOUT)
     _here[:] = [Worker(rank, count, device if device == "cpu" else f"cuda:{rank}", folder)]
-
-
-def _end_with_parent() -> None:
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)

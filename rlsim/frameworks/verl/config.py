@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlsim.base.reading import is_file, read_yaml
+from rlsim.base.refusals import refuse
 from rlsim.errors import ConfigError
 from rlsim.frameworks.settings import Unknown
 from rlsim.frameworks.shell import Override, read_script
@@ -50,11 +51,7 @@ def read_config(sources: Sequence[str], version: str) -> VerlSettings:
     take_sources(config, sources, parse_override, read, of_scripts=True)
     settle_engine(config)
     config.default = defaults(version, config.megatron)
-    if not config.given and not config.doubts:
-        raise ConfigError(
-            f"{', '.join(sources)}: no setting of veRL found: expected keys such as data.train_batch_size or "
-            "actor_rollout_ref.rollout.n"
-        )
+    refuse("veRL's settings", sources=sources, found=config.given or config.doubts)
     interpolate(config)
     settle_arguments(config)
     return config

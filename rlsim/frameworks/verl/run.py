@@ -72,10 +72,7 @@ class _Finder:
         self.missing: list[str] = []  # what nobody says: a setting and its option
 
     def check(self) -> None:
-        if self.missing:
-            raise CalibrationError(
-                f"{self._path}: the log does not say: {'; '.join(self.missing)}. Give the options{self._otherwise}"
-            )
+        refuse("settings of a log", CalibrationError, path=self._path, missing=self.missing, instead=self._otherwise)
 
     def logged(self, name: str) -> Any:
         """The value of the first key of a setting that has one. Raises `ConfigError` for one of another kind."""
