@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rlsim.base.refusals import refuse
 from rlsim.errors import ConfigError, RlsimError
 
 #: What tells pages, charts, timelines and calibrations that rlsim wrote, within their first bytes.
@@ -114,14 +115,8 @@ def check_file(path: Path, error: type[RlsimError] = ConfigError, *, inputs: Ite
         if path.exists() and not path.is_file() and not path.is_dir():
             return path  # `/dev/stdout` may lead to a pipe, which has no name
     target = resolved(path, error)
-    if not target.parent.is_dir():
-        raise error(f"{path}: the folder {target.parent} does not exist")
-    if target.is_dir():
-        raise error(f"{path}: is a folder; give a file name")
-    if target.exists():
-        for one in inputs:
-            if Path(one).exists() and target.samefile(one):
-                raise error(f"{path}: is what the command reads; give another name")
+    read = target.exists() and any(Path(one).exists() and target.samefile(one) for one in inputs)
+    refuse("file to write", error, path=path, target=target, read=read)
     check_writable(target.parent, path, error)
     return target
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from rlsim.base.formats import listed
+from rlsim.base.refusals import refuse
 from rlsim.cli.common import echo, paths_only
 from rlsim.errors import ConfigError
 
@@ -99,10 +100,7 @@ def _numbers(text: str | None) -> list[int] | None:
     for part in text.split(","):
         found = re.fullmatch("([0-9]{1,9})(?:-([0-9]{1,9}))?", part.strip())
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, -1)
-        if last < first:
-            raise ConfigError(f"--steps {text}: expected steps such as 3, 0-2 or 0,4")
-        if last - first >= MOST_STEPS:
-            raise ConfigError(f"--steps {text}: no run has more than {MOST_STEPS:,} steps")
+        refuse("--steps", text=text, first=first, last=last, most=MOST_STEPS)
         steps += range(first, last + 1)
     return steps
 

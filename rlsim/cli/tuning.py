@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlsim.base.formats import Table, number, share, written
 from rlsim.base.reading import read_text, read_yaml, shipped
-from rlsim.base.refusals import said
+from rlsim.base.refusals import refuse, said
 from rlsim.cli.common import echo, progress_bar, say, write_json
 from rlsim.cli.tables import print_tables
 from rlsim.errors import ConfigError
@@ -74,10 +74,7 @@ def tune(
 
     if write is not None:
         check_new(write, Path(sources[0]))
-    if rollouts is not None and log is None:
-        raise ConfigError("--rollouts goes with --log; lengths alone are a trace: rlsim trace import, then --trace")
-    if on_policy and max_staleness is not None:
-        raise ConfigError("--on-policy is --max-staleness max:0: give one of them")
+    refuse("rlsim tune", rollouts=rollouts, log=log, on_policy=on_policy, max_staleness=max_staleness)
     bound = Bound.of("max:0") if on_policy else Bound.of(max_staleness) if max_staleness is not None else None
     wish = Wish(keep or (), allow or (), bound, gpus, money, systems)
     given = {"cluster": cluster, "model": model, "calibration": calibration, "trace": trace, "network": network}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from rlsim.frameworks import parts
 from rlsim.frameworks.draft import Draft, Entry
@@ -74,4 +75,6 @@ def adapted(
     program, _, release = config.program.partition(" ")
     of, megatron = (program, _ENGINES.get(engine, "")), training["backend"] == "megatron"
     parts.note_refusals(reading, draft, actor, *of, megatron=megatron, release=release, **degrees)
-    return parts.finish(config, draft, options, sources, reading.fact("title"), parts.own_name(config.name))
+    # Beside a YAML file the experiment has another name than that; what ends otherwise is a name already.
+    own = f"{Path(config.name).stem}-rlsim" if config.name.endswith((".yaml", ".yml")) else config.name
+    return parts.finish(config, draft, options, sources, reading.fact("title"), own)

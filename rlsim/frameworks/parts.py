@@ -387,11 +387,6 @@ def finish(
     return draft
 
 
-def own_name(file: str) -> str:
-    """A name for the experiment of a YAML file, other than that file's; what ends otherwise is a name already."""
-    return f"{Path(file).stem}-rlsim" if file.endswith((".yaml", ".yml")) else file
-
-
 def check(draft: Draft, folder: Path, warnings: list[str] | None = None) -> str:
     """Why `rlsim run` would refuse the experiment of a draft in `folder`; empty if it would not.
 

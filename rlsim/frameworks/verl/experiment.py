@@ -77,7 +77,6 @@ def from_verl(sources: Sequence[str], options: Options, version: str = VERSIONS[
     published = str(config.told(TEXT, _MODEL)).lower().rstrip("/")
     reading.facts["plain_weights"] = bool(actor.quantised_parameters) and published.endswith("-bf16")
     scored = draft.block("workflow").pop("reward")
-    _engine_limits(config, draft, settings)
     parts.add_mapped(reading, draft, actor)
     if config.told(FLAG, "reward_async") and not config.told(FLAG, "reward_loop"):
         said = joined(scored.comment, config.where("reward_async"))
@@ -110,21 +109,11 @@ def _facts(config: VerlSettings, settings: RunSettings, machines: Cluster, apart
         "rollout": apart.rollout_gpus if apart else 0,
         "colocated": apart is None and asynchronous.colocated_of(config) is not None,
         "mixed_nodes": bool(apart and apart.shares_nodes(machines.gpus_per_node) and apart.rollout[0] > 1),
-        "run": settings, "train": train, "inference": settings.inference, "megatron": settings.backend == "megatron",
+        "run": settings, "limits": EngineConfig(), "train": train, "inference": settings.inference,
+        "megatron": settings.backend == "megatron",
         "of_rank": f" × {train.cp} GPUs of a rank" if train.cp > 1 else "", "scores": next(scores, ""),
         "offloaded": config.where(*offloaded) if offloaded else "",
     }  # fmt: skip
-
-
-def _engine_limits(config: VerlSettings, draft: Draft, settings: RunSettings) -> None:
-    """Limits of the engine that are not rlsim's own defaults."""
-    values, default = settings.engine.model_dump(), EngineConfig().model_dump()
-    by = "" if config.value("engine") != "sglang" else "SGLang's own: veRL does not hand it on"
-    draft.block("engine").update({
-        limit: Entry(values[limit], by if by and limit != "max_num_seqs" else config.where(limit))
-        for limit in ("max_num_seqs", "max_num_batched_tokens", "chunked_prefill", "enable_prefix_caching")
-        if config.is_given(limit) or values[limit] != default[limit]
-    })  # fmt: skip
 
 
 def _note_refusals(reading: Reading, draft: Draft, settings: RunSettings, model: Model) -> None:

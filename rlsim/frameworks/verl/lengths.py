@@ -197,8 +197,6 @@ def derive_trace(
 def batch_size(text: str) -> tuple[int, int]:
     """Prompts and responses of `128x8`. Raises `CalibrationError` for anything else."""
     prompts, sign, responses = text.lower().replace("×", "x").partition("x")
-    if not (sign and prompts.strip().isdigit() and responses.strip().isdigit()):
-        raise CalibrationError(f"--batch {text}: expected PROMPTSxRESPONSES of a step, such as 128x8")
-    if not int(prompts) or not int(responses):
-        raise CalibrationError(f"--batch {text}: expected at least 1x1")
+    whole = sign and prompts.strip().isdigit() and responses.strip().isdigit()
+    refuse("--batch", CalibrationError, text=text, whole=whole, prompts=prompts, responses=responses)
     return int(prompts), int(responses)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from rlsim.base.reading import shipped
-from rlsim.base.refusals import code_of
+from rlsim.base.refusals import holds, worth
 from rlsim.cost.speculation import ACCEPTANCE
 from rlsim.errors import ConfigError, unknown_name
 from rlsim.experiment.build import LoadedExperiment
@@ -40,7 +40,8 @@ def axes_of(
 ) -> tuple[Axis, ...]:
     """The axes of an experiment's framework, without those whose keys are to be kept, and those that alter what is not
     allowed (`ALTERS`); numbers of GPUs up to `most_gpus`."""
-    facts = facts_of(loaded) | {"most_gpus": most_gpus or loaded.cluster.gpus}
+    functions = {"divisors": divisors, "range": range, "token_budgets": token_budgets}
+    facts = facts_of(loaded) | {"most_gpus": most_gpus or loaded.cluster.gpus, **functions}
     return tuple(_axes(_rows(loaded.experiment.framework), facts, allow, keep))
 
 
@@ -59,17 +60,12 @@ def _axes(rows: Any, facts: Mapping[str, Any], allow: Collection[str], keep: Col
     for row in rows:
         sets = row.get("set") or {row["key"]: "value"}
         alters = row.get("alters", "")
-        if alters not in ("", *allow) or set(sets) & set(keep) or not _value(row.get("when", "True"), facts):
+        if alters not in ("", *allow) or set(sets) & set(keep) or not holds(row.get("when", "True"), facts):
             continue
-        values = _value(row["values"], facts) if isinstance(row["values"], str) else row["values"]
-        options = tuple({key: _value(of, {**facts, "value": value}) for key, of in sets.items()} for value in values)
+        values = worth(row["values"], facts) if isinstance(row["values"], str) else row["values"]
+        options = tuple({key: worth(of, {**facts, "value": value}) for key, of in sets.items()} for value in values)
         if options:
             yield Axis(" + ".join(sets), options, alters)
-
-
-def _value(text: str, facts: Mapping[str, Any]) -> Any:
-    functions = {"divisors": divisors, "range": range, "token_budgets": token_budgets}
-    return eval(code_of(text), {"__builtins__": functions, **facts})
 
 
 def divisors(count: int) -> list[int]:

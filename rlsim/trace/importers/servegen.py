@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from rlsim.base.refusals import refuse
 from rlsim.base.tables import number_of, parse_json
 from rlsim.errors import TraceError
 from rlsim.trace.schema import MAX_TOKENS
@@ -133,10 +134,7 @@ def _pdf(text: Any, where: str) -> tuple[Floats, Floats] | None:
     if np.isnan(values).any():
         raise TraceError(f"{where} is not a dictionary of lengths and probabilities")
     lengths, share = values[np.argsort(values[:, 0])].T
-    if not ((lengths >= 0) & (lengths <= MAX_TOKENS) & (lengths == np.floor(lengths))).all():
-        raise TraceError(f"{where}: a length is not a whole number of tokens from 0 to {MAX_TOKENS}")
-    if (share < 0).any() or not abs(share.sum() - 1) < 1e-3:
-        raise TraceError(f"{where}: the probabilities sum to {share.sum():.4g}, expected 1")
+    refuse("distribution of lengths", TraceError, where=where, lengths=lengths, share=share, most=MAX_TOKENS)
     return lengths, np.cumsum(share) / share.sum()
 
 
