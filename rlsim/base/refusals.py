@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from functools import cache
 from types import CodeType
@@ -14,10 +15,12 @@ from typing import Any
 from rlsim.base.reading import shipped
 from rlsim.errors import ConfigError, unknown_name
 
-_FUNCTIONS = {
+#: Functions that expressions of tables may call.
+FUNCTIONS = {
     "abs": abs,
     "any": any,
     "bool": bool,
+    "ceil": math.ceil,
     "is_list": lambda value: isinstance(value, list | tuple),
     "is_map": lambda value: isinstance(value, dict),
     "len": len,
@@ -26,6 +29,7 @@ _FUNCTIONS = {
     "next": next,
     "set": set,
     "sorted": sorted,
+    "str": str,
     "unknown_name": unknown_name,
 }
 
@@ -38,7 +42,7 @@ def code_of(condition: str) -> CodeType:
 
 def worth(expression: str, values: Mapping[str, Any]) -> Any:
     """What such an expression is worth with these values."""
-    return eval(code_of(expression.strip()), {"__builtins__": _FUNCTIONS, **values})
+    return eval(code_of(expression.strip()), {"__builtins__": FUNCTIONS, **values})
 
 
 def text_of(text: str, values: Mapping[str, Any]) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rlsim.base import catalogue
@@ -43,10 +44,8 @@ def load_experiment(
     data, label, folder = read_experiment(source)
     pairs = overrides if isinstance(overrides, Mapping) else parse_overrides(overrides)
     pairs = {**pairs, **({} if seeds is None else {"seeds": seeds})}
-    for key, value in pairs.items():
-        set_path(data, key, value, "--set ")
-    give(data, pairs)
-    return validate(data, Experiment, label, elsewhere=dict.fromkeys(pairs, OVERRIDDEN)), label, folder
+    places = dict.fromkeys(pairs, OVERRIDDEN)
+    return experiment_of(data, pairs, label, lambda _: "--set ", places), label, folder
 
 
 def read_experiment(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str, Path]:
@@ -72,16 +71,26 @@ def with_settings(experiment: Experiment, settings: Mapping[str, Any], label: st
     """The experiment with some keys set to other values."""
     data = experiment.model_dump(exclude_unset=True)
     data["systems"] = copy.deepcopy(list(experiment.systems))  # not dumped: they know their lines
+    return experiment_of(data, settings, label, lambda _: f"{label}: ")
+
+
+def experiment_of(
+    data: Any,
+    settings: Mapping[str, Any],
+    label: str,
+    lead: Callable[[str], str],
+    places: Mapping[str, str] = MappingProxyType({}),
+) -> Experiment:
+    """The experiment of these keys, some of them set to other values, which `sources` then says are given.
+
+    Errors about a path to nowhere begin with the `lead` of its key, others with `label` or the place of a setting, if
+    `places` has one.
+    """
     for key, value in settings.items():
-        set_path(data, str(key), value, f"{label}: ")
-    give(data, settings)
-    return validate(data, Experiment, label)
-
-
-def give(data: Any, settings: Mapping[str, Any]) -> None:
-    """Note in `sources` that these keys are given now."""
+        set_path(data, str(key), value, lead(key))
     if isinstance(listed := data.get("sources"), Mapping):
         data["sources"] = {**listed, "given": [*listed.get("given", ()), *map(str, settings)]}
+    return validate(data, Experiment, label, elsewhere=places)
 
 
 def find_file(path: Path, *kinds: str) -> Path:

@@ -20,16 +20,15 @@ arguments of vLLM 0.9 to 0.26 and SGLang 0.5.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, Literal
 
 from rlsim.base.reading import shipped
-from rlsim.base.refusals import code_of, holds
+from rlsim.base.refusals import FUNCTIONS, code_of, holds
 from rlsim.base.version import numbers_of
-from rlsim.errors import ConfigError, unknown_name
+from rlsim.errors import ConfigError
 from rlsim.frameworks.draft import Entry
 from rlsim.frameworks.settings import ANYTHING, FLAG, KINDS, NUMBER, Kind, Names, Settings
 from rlsim.models.hardware import Gpu
@@ -37,7 +36,6 @@ from rlsim.models.hardware import Gpu
 Row = Mapping[str, Any]
 #: In texts, the place of a setting, or a value and its format.
 _TOLD = re.compile(r"\[(\w+)\]|\{([^{}]+?)(?::([^{}:']*))?\}")
-FUNCTIONS = {"bool": bool, "ceil": math.ceil, "max": max, "min": min, "str": str, "unknown_name": unknown_name}
 
 
 class Reading:

@@ -25,7 +25,7 @@ from rlsim.cost.tables import csv_of
 from rlsim.errors import CatalogueError, ConfigError, RlsimError, about, check_arguments
 from rlsim.experiment.build import find_model, find_trace
 from rlsim.experiment.case import cases_of
-from rlsim.experiment.load import OVERRIDDEN, find_file, give, parse_overrides, read_experiment, set_path
+from rlsim.experiment.load import OVERRIDDEN, experiment_of, find_file, parse_overrides, read_experiment
 from rlsim.experiment.run import CheckedExperiment, check_loaded
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.systems import parse_systems
@@ -188,11 +188,9 @@ def _valid(
 
 
 def _experiment_of(data: Mapping[str, Any], settings: Settings, inner: str) -> Experiment:
-    data = copy.deepcopy(data)
-    for key, value in settings.items():
-        set_path(data, key, copy.deepcopy(value.value), f"{value.place}: ")
-    give(data, settings)
-    return validate(data, Experiment, inner, elsewhere={key: value.place for key, value in settings.items()})
+    values = {key: copy.deepcopy(one.value) for key, one in settings.items()}
+    places = {key: one.place for key, one in settings.items()}
+    return experiment_of(copy.deepcopy(data), values, inner, lambda key: f"{places[key]}: ", places)
 
 
 def _points(found: Sequence[tuple[Experiment, dict[str, str]]], every: Sequence[Settings]) -> tuple[Point, ...]:
