@@ -16,8 +16,7 @@ from typing import Any, cast
 import numpy as np
 import pandas as pd
 
-from rlsim.base.catalogue import DATA
-from rlsim.base.reading import plain, read_yaml
+from rlsim.base.reading import shipped
 from rlsim.calibrate.fit.common import Array
 from rlsim.calibrate.importers.reading import numbers, read_table, read_text, row_name
 from rlsim.calibrate.measurements import measured_node
@@ -42,7 +41,7 @@ UNLIKE, SHORT = "of another size than the line before", "too little of the KV ca
 OTHERWISE = "give the iterations as a table (.csv)"
 
 _FORMS: list[tuple[Mapping[str, str], re.Pattern[str], re.Pattern[str]]] = [
-    (row, re.compile(row["mark"]), re.compile(row["numbers"])) for row in plain(read_yaml(DATA / "engine_logs.yaml"))
+    (row, re.compile(row["mark"]), re.compile(row["numbers"])) for row in shipped("engine_logs.yaml")
 ]
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _PROCESS = re.compile(r"pid=\d+|\bEngine \d+|\b[DT]P\d+")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, get
 from pydantic import Field, PrivateAttr, model_validator
 
 from rlsim.base import catalogue
-from rlsim.base.reading import plain, read_yaml
+from rlsim.base.reading import shipped
 from rlsim.base.schema import Schema, load
 from rlsim.cost.assumed import PLAIN_COSTS, AssumedCosts, Draw
 from rlsim.cost.engine_memory import EngineMemory, engine_memory_of
@@ -43,7 +43,7 @@ from rlsim.units import Bytes, BytesPerSecond, FlopPerSecond, Seconds
 if TYPE_CHECKING:
     from rlsim.models.model import Model
 
-FUSED: Mapping[str, Sequence[Mapping[str, Any]]] = plain(read_yaml(catalogue.DATA / "fused.yaml"))
+FUSED: Mapping[str, Sequence[Mapping[str, Any]]] = shipped("fused.yaml")
 Engine = Literal["sglang", "vllm", "trtllm", "torch"]
 Range = tuple[float, float]
 LongSeconds = Annotated[Seconds, Field(ge=0, le=3600)]

@@ -12,8 +12,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy.optimize import OptimizeResult, least_squares
 
-from rlsim.base.catalogue import DATA
-from rlsim.base.reading import plain, read_yaml
+from rlsim.base.reading import shipped
 from rlsim.base.schema import Schema, validate
 from rlsim.calibrate.measurements import point_rows
 from rlsim.cost.calibration import Reference
@@ -89,7 +88,7 @@ def percent(value: float) -> str:
 
 
 Knots = Mapping[str, Sequence[float]]  # of a correction, by axis
-KNOTS: Mapping[str, Knots] = plain(read_yaml(DATA / "knots.yaml"))
+KNOTS: Mapping[str, Knots] = shipped("knots.yaml")
 
 #: Fewest distinct rows that a fit is made of; below that there is an error, not a guess.
 FEWEST = {"gemm": 8, "decode_attention": 6, "prefill_attention": 5, "memory_bound": 4, "collective": 3, "experts": 60}

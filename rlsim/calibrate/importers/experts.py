@@ -17,14 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from rlsim.base.catalogue import DATA
-from rlsim.base.reading import plain, read_yaml
+from rlsim.base.reading import shipped
 from rlsim.calibrate.importers.reading import check_kernels, launches, medians, numbers, read_table
 from rlsim.cost.calibration import Reference
 from rlsim.cost.experts import BLOCK_ROWS, MXFP8
 from rlsim.models.precision import WEIGHT_BYTES, Precision, peak_flop_per_s
 
-_LISTS = plain(read_yaml(DATA / "expert_tables.yaml"))
+_LISTS = shipped("expert_tables.yaml")
 W4A8: str = _LISTS["w4a8"]
 INT4, MXFP4 = "int4_wo", "w4a16_mxfp4"
 PRECISIONS: Mapping[str, Precision] = _LISTS["precisions"]

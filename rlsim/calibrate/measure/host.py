@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import Field
 
 from rlsim.base import catalogue
-from rlsim.base.reading import plain, read_yaml
+from rlsim.base.reading import shipped
 from rlsim.base.schema import Schema
 from rlsim.base.version import __version__
 from rlsim.calibrate.fit.common import as_written
@@ -25,7 +25,7 @@ from rlsim.models.hardware import Cluster, Gpu, Link, load_gpu
 from rlsim.models.model import Model
 
 #: GPUs of the catalogue by the name that the driver gives them.
-GPU_NAMES: dict[str, str] = plain(read_yaml(catalogue.DATA / "known_names.yaml"))["drivers"]
+GPU_NAMES: dict[str, str] = shipped("known_names.yaml")["drivers"]
 
 #: Share of the machine's memory that the workers of a CPU run divide among them, as if each were a GPU's own.
 RAM_SHARE = 0.5
