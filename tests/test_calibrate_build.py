@@ -9,12 +9,12 @@ import pandas as pd
 import pytest
 from conftest import Command
 
-from rlsim.calibrate.build import PUBLISHED, Built, build_calibration
+from rlsim.calibrate.build import PUBLISHED, build_calibration
 from rlsim.calibrate.fit.attention import CHUNK, with_windows
-from rlsim.calibrate.measurements import COLUMNS, Measurements, measured_node
+from rlsim.calibrate.measurements import COLUMNS, Fitted, Measurements, measured_node
 from rlsim.calibrate.show import MOST, calibration_chart, efficiencies, write_chart
 from rlsim.calibrate.write import write_yaml
-from rlsim.cost.calibration import Reference, Source, load_calibration
+from rlsim.cost.calibration import Calibration, Reference, Source, load_calibration
 from rlsim.cost.fits import carried_operators
 from rlsim.cost.operators import Operators
 from rlsim.cost.profile import prompts_of
@@ -82,7 +82,7 @@ def small_tables() -> dict[str, pd.DataFrame]:
     }
 
 
-def build(tables: dict[str, pd.DataFrame], **more: object) -> Built:
+def build(tables: dict[str, pd.DataFrame], **more: object) -> Fitted[Calibration]:
     options: dict[str, object] = {
         "name": "cpu-torch",
         "gpu": "cpu",
@@ -97,22 +97,22 @@ def build(tables: dict[str, pd.DataFrame], **more: object) -> Built:
 
 
 @pytest.fixture(scope="module")
-def built() -> Built:
+def built() -> Fitted[Calibration]:
     return build(small_tables())
 
 
 # Small tables ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_small_run_gives_a_whole_calibration(built: Built, tmp_path: Path) -> None:
-    calibration = built.calibration
+def test_a_small_run_gives_a_whole_calibration(built: Fitted[Calibration], tmp_path: Path) -> None:
+    calibration = built.fit
     assert load_calibration(write_yaml(calibration, tmp_path)) == calibration
     assert calibration.provenance.sources == (OWN,)
     assert not any("not measured, from" in note for note in calibration.provenance.notes)
     assert "measured device copy: 8 GB/s (80.0% of the reference)" in calibration.provenance.notes
 
 
-def test_points_hold_every_row_and_say_what_was_held_out(built: Built) -> None:
+def test_points_hold_every_row_and_say_what_was_held_out(built: Fitted[Calibration]) -> None:
     assert tuple(built.points.columns) == COLUMNS
     counts = built.points.groupby("operator").size()
     assert (counts["gemm"], counts["decode_attention"], counts["decode_step"]) == (24, 12, 24)
@@ -120,7 +120,7 @@ def test_points_hold_every_row_and_say_what_was_held_out(built: Built) -> None:
     assert np.allclose(built.points.error, error)
     for operator in ("gemm", "decode_attention", "prefill_attention", "memory_bound", "nccl"):
         unseen = built.points[(built.points.operator == operator) & built.points.held_out]
-        residual = built.calibration.residuals[operator]
+        residual = built.fit.residuals[operator]
         assert residual.count == len(unseen) > 0
         assert residual.median == pytest.approx(unseen.error.abs().median(), rel=1e-3, abs=1e-9)
 
@@ -133,15 +133,15 @@ def test_held_out_rows_do_not_move_a_fit() -> None:
     labels = [f"{m} x {n} x {k}" for m, n, k in zip(table.m, table.n, table.k, strict=True)]
     spoilt = table.assign(seconds=table.seconds * [3.0 if label in unseen else 1.0 for label in labels])
     second = build({"gemm": spoilt}, base=H100)
-    assert second.calibration.operators.gemm == first.calibration.operators.gemm
-    assert second.calibration.residuals["gemm"].median > 0.5
+    assert second.fit.operators.gemm == first.fit.operators.gemm
+    assert second.fit.residuals["gemm"].median > 0.5
 
 
-def test_unequal_contexts_give_the_skew(built: Built) -> None:
-    assert built.calibration.operators.decode_attention.skew == pytest.approx(0.5, abs=0.02)
+def test_unequal_contexts_give_the_skew(built: Fitted[Calibration]) -> None:
+    assert built.fit.operators.decode_attention.skew == pytest.approx(0.5, abs=0.02)
     tables = small_tables()
     tables["decode_attention"] = tables["decode_attention"].query("longest == context")
-    equal = build(tables).calibration
+    equal = build(tables).fit
     assert equal.operators.decode_attention.skew == 0
     assert any("skew of unequal contexts was not measured" in note for note in equal.provenance.notes)
 
@@ -149,23 +149,23 @@ def test_unequal_contexts_give_the_skew(built: Built) -> None:
 # Whole steps ----------------------------------------------------------------------------------------------------------
 
 
-def test_whole_steps_become_tables_that_give_the_measured_times(built: Built) -> None:
+def test_whole_steps_become_tables_that_give_the_measured_times(built: Fitted[Calibration]) -> None:
     tables = small_tables()
-    assert {(one.model, one.tp) for one in built.calibration.iterations} == {("tiny", 1), ("tiny", 2)}
+    assert {(one.model, one.tp) for one in built.fit.iterations} == {("tiny", 1), ("tiny", 2)}
     for tp in (1, 2):
-        step = step_cost(TINY, tp, measured_node("cpu", CPU), built.calibration)
+        step = step_cost(TINY, tp, measured_node("cpu", CPU), built.fit)
         for row in tables["decode_step"].query("tp == @tp").to_dict("records"):
             assert step.decode(row["batch"]).step_s(row["context_tokens"]) == pytest.approx(row["seconds"], rel=2e-3)
         for row in tables["prefill_step"].query("tp == @tp").to_dict("records"):  # of 64 tokens and 256 two each
             assert step.prefill_s(prompts_of(row["tokens"], row["length"])) == pytest.approx(row["seconds"], rel=0.1)
-    assert built.calibration.residuals["decode_step"].p90 < 0.1  # three batch sizes: the inner one by the outer two
+    assert built.fit.residuals["decode_step"].p90 < 0.1  # three batch sizes: the inner one by the outer two
 
 
 def test_steps_from_graphs_are_preferred() -> None:
     tables = small_tables()
     graphs = tables["decode_step"].assign(mode="graph", seconds=lambda t: t.seconds / 2)
     tables["decode_step"] = pd.concat([tables["decode_step"], graphs])
-    calibration = build(tables).calibration
+    calibration = build(tables).fit
     first = graphs.query("tp == 1 and batch == 1").iloc[0]
     step = step_cost(TINY, 1, measured_node("cpu", CPU), calibration)
     assert step.decode(1).step_s(first.context_tokens) == pytest.approx(first.seconds, rel=2e-3)
@@ -176,7 +176,7 @@ def test_steps_from_graphs_are_preferred() -> None:
 def test_host_time_is_what_steps_leave_over_the_operators() -> None:
     """Steps made of the operators' own sum and a known host time give that host time back."""
     tables = {name: table for name, table in small_tables().items() if name not in ("decode_step", "prefill_step")}
-    bare = build(tables, base=H100).calibration
+    bare = build(tables, base=H100).fit
     host = H100.host.model_copy(update={"step_s": 0.0, "sequence_s": 0.0, "prefill_s": 0.0})
     bare = bare.model_copy(update={"host": host, "iterations": ()})
     batches = (1, 2, 4, 8, 16, 32)
@@ -187,7 +187,7 @@ def test_host_time_is_what_steps_leave_over_the_operators() -> None:
         for c in (64, 256)
     ]
     tables["decode_step"] = frame("model tp mode batch context_tokens seconds", rows)
-    found = build(tables).calibration.host
+    found = build(tables).fit.host
     assert found.step_s == pytest.approx(2e-3, rel=0.02)
     assert found.sequence_s == pytest.approx(5e-5, rel=0.02)
 
@@ -195,18 +195,18 @@ def test_host_time_is_what_steps_leave_over_the_operators() -> None:
 # Runtime and training -------------------------------------------------------------------------------------------------
 
 
-def test_layout_changes(built: Built) -> None:
-    runtime = built.calibration.runtime
+def test_layout_changes(built: Fitted[Calibration]) -> None:
+    runtime = built.fit.runtime
     assert (runtime.graph_capture_s, runtime.graph_batch_sizes) == (0.0, ())
     assert runtime.switch_control_s == pytest.approx(1.4)
     assert "PAT's figures on 8xA40" in runtime.source
-    assert build(small_tables(), base=H100).calibration.runtime.source == H100.runtime.source
+    assert build(small_tables(), base=H100).fit.runtime.source == H100.runtime.source
 
 
-def test_training_is_what_own_products_reach_beside_the_frameworks_of_the_base(built: Built) -> None:
-    own = built.calibration.training.flop_efficiency
+def test_training_is_what_own_products_reach_beside_the_frameworks_of_the_base(built: Fitted[Calibration]) -> None:
+    own = built.fit.training.flop_efficiency
     assert 0.0 < own["torch"] == own["fsdp"] < own["megatron"] < 1.0
-    joined = build(small_tables(), base=H100).calibration.training.flop_efficiency
+    joined = build(small_tables(), base=H100).fit.training.flop_efficiency
     assert joined == {**H100.training.flop_efficiency, "torch": own["torch"]}
 
 
@@ -227,7 +227,7 @@ def test_what_is_missing_is_listed_with_the_nearest_remedy() -> None:
 
 def test_what_is_not_measured_comes_from_the_base_and_says_so() -> None:
     built = build({"gemm": small_gemms()}, base=H100, gpu="h100-sxm", engine="vllm", reference=H100.reference)
-    calibration = built.calibration
+    calibration = built.fit
     assert calibration.operators.decode_attention == H100.operators.decode_attention
     assert calibration.operators.gemm != H100.operators.gemm
     assert set(built.points.operator) == {"gemm"}
@@ -236,14 +236,14 @@ def test_what_is_not_measured_comes_from_the_base_and_says_so() -> None:
     assert calibration.provenance.sources == (OWN, *H100.provenance.sources)
     assert any("not measured, from h100-sxm-vllm: decode_attention" in note for note in calibration.provenance.notes)
     built = build(small_tables(), base=H100, models={})
-    assert built.calibration.iterations == ()
-    assert any("no table of whole iterations of tiny: its shape" in note for note in built.calibration.provenance.notes)
+    assert built.fit.iterations == ()
+    assert any("no table of whole iterations of tiny: its shape" in note for note in built.fit.provenance.notes)
 
 
 def test_another_gpus_corrections_are_not_taken_over_but_its_attentions_tables_are() -> None:
     assert H100.operators.gemm.table is not None
     table = small_tables()["decode_attention"]
-    operators = build({"decode_attention": table}, base=H100).calibration.operators
+    operators = build({"decode_attention": table}, base=H100).fit.operators
     assert operators.gemm.table is None
     assert operators.gemm == carried_operators(H100.operators, H100.reference, CPU).gemm
     assert operators.prefill_attention == H100.operators.prefill_attention
@@ -252,7 +252,7 @@ def test_another_gpus_corrections_are_not_taken_over_but_its_attentions_tables_a
 def test_collectives_keep_the_bases_group_sizes() -> None:
     rows = [("all_reduce", 2, s, 1e-3 + s / 1e9) for s in (1024, 65536, 2**20, 2**24)]
     few = [("all_gather", 2, 1024, 1e-3)]
-    calibration = build({"collective": frame("op gpus bytes seconds", rows + few)}, base=H100).calibration
+    calibration = build({"collective": frame("op gpus bytes seconds", rows + few)}, base=H100).fit
     nccl = calibration.collectives.nccl
     assert nccl["all_gather"] == H100.collectives.nccl["all_gather"]
     assert any("all_gather on 2 GPUs: 1 message sizes" in note for note in calibration.provenance.notes)
@@ -275,7 +275,7 @@ def test_one_device_has_no_collectives() -> None:
     tables = small_tables()
     tables["decode_step"] = tables["decode_step"].query("tp == 1")
     del tables["collective"]
-    calibration = build(tables).calibration
+    calibration = build(tables).fit
     assert calibration.collectives.nccl == {}
     assert any("no TP beyond 1" in note for note in calibration.provenance.notes)
 
@@ -310,7 +310,7 @@ def test_large_tables_get_the_full_fits_and_their_held_out_rows() -> None:
         built = build(tables, base=H100, gpu="h100-sxm", engine="vllm", reference=H100.reference, cold=cold)
         for operator in tables:
             points = built.points[(built.points.operator == operator) & built.points.held_out]
-            residual = built.calibration.residuals[operator]
+            residual = built.fit.residuals[operator]
             assert "few-constant" not in residual.note
             assert residual.count == len(points)
             assert residual.median == pytest.approx(points.error.abs().median(), rel=0.02, abs=1e-4)
@@ -334,7 +334,7 @@ def test_chunks_of_llama_4_are_no_windows_of_prompts() -> None:
 # The chart ------------------------------------------------------------------------------------------------------------
 
 
-def test_chart_has_a_panel_for_every_operator(built: Built) -> None:
+def test_chart_has_a_panel_for_every_operator(built: Fitted[Calibration]) -> None:
     panels = {row["panel"] for row in calibration_chart(built.points)["data"]["values"]}
     assert len(panels) == built.points.operator.nunique()
     assert any(re.fullmatch(r"memory bound\nheld out: median .*%, p90 .*%, \d+ points?", name) for name in panels)
@@ -352,7 +352,7 @@ def test_chart_thins_out_large_tables_but_keeps_the_worst() -> None:
     assert "row 17" in labels
 
 
-def test_charts_are_written_whole_or_not_at_all(built: Built, tmp_path: Path) -> None:
+def test_charts_are_written_whole_or_not_at_all(built: Fitted[Calibration], tmp_path: Path) -> None:
     few = built.points[built.points.operator == "gemm"]
     write_chart(few, tmp_path / "a.svg")
     assert "<svg" in (tmp_path / "a.svg").read_text()

@@ -360,7 +360,7 @@ def test_real_tables_give_what_is_shipped() -> None:
     measured = Measurements({name: read.tables[name] for name in fitted}, read.sources, read.notes)
     said = {"name": "imported", "gpu": "h100-sxm", "engine": "vllm", "date": "2026-11-21", "script": "a test"}
     built = build_calibration(measured, **said, reference=reference, base=H100, cold=False)  # type: ignore[arg-type]
-    mine = Operators(built.calibration.operators, built.calibration.reference)
+    mine = Operators(built.fit.operators, built.fit.reference)
     shapes = {
         "gemm_s": [(m, n, k) for m in (1, 64, 2048) for n, k in ((6144, 4096), (4096, 14336), (1280, 5120))],
         "prefill_attention_s": [([(n, 0)] * b, 32, 8, 128) for b in (1, 8) for n in (128, 1024, 8192)],
@@ -372,7 +372,7 @@ def test_real_tables_give_what_is_shipped() -> None:
         own_s, other_s = (o.decode_kernels.curve(batch, 8, 128).step_s(batch * context) for o in (mine, OPERATORS))
         assert own_s == pytest.approx(other_s, rel=0.03), (batch, context)
     for operator in fitted[:3]:
-        found, shipped = built.calibration.residuals[operator], H100.residuals[operator]
+        found, shipped = built.fit.residuals[operator], H100.residuals[operator]
         unseen = built.points[(built.points.operator == operator) & built.points.held_out]
         assert found.count == shipped.count == len(unseen)
         assert found.median == pytest.approx(shipped.median, rel=0.1)

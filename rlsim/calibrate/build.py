@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -39,14 +38,6 @@ NEEDED = ("gemm", "decode_attention", "prefill_attention", "memory_bound")  # op
 PAIR = "broadcast and send/receive are derived from all-gather"
 
 
-@dataclass(frozen=True)
-class Built:
-    """A calibration and its points (see `measurements.COLUMNS`)."""
-
-    calibration: Calibration
-    points: pd.DataFrame
-
-
 def build_calibration(
     measured: Measurements,
     *,
@@ -59,7 +50,7 @@ def build_calibration(
     script: str,
     cold: bool = True,
     models: Mapping[str, Model] | None = None,
-) -> Built:
+) -> Fitted[Calibration]:
     """The calibration that `measured` gives, and how far it is off on rows that it has not seen.
 
     What was not measured is taken from `base` and noted. `cold`: the kernels' operands came from memory, as rlsim's own
@@ -108,7 +99,7 @@ def build_calibration(
     whence = {"sources": parts.sources(), "notes": tuple(dict.fromkeys(parts.notes))}
     provenance = provenance.model_copy(update=whence)
     update = {"provenance": provenance, "residuals": parts.residuals, "iterations": tables}
-    return Built(as_written(draft.model_copy(update=update)), join(parts.points))
+    return Fitted(as_written(draft.model_copy(update=update)), parts.residuals, join(parts.points))
 
 
 def _operators(parts: Parts, cold: bool) -> OperatorFits | None:

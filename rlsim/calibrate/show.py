@@ -135,7 +135,7 @@ MOST, WORST = 400, 20  # points drawn of an operator, the worst among them
 
 
 def write_chart(points: pd.DataFrame, path: str | Path) -> None:
-    """Draws `points` (see `Built`) to .html, .svg or .png; the HTML file holds everything it needs.
+    """Draws `points` (see `measurements.COLUMNS`) to .html, .svg or .png; the HTML file holds everything it needs.
 
     Raises `CalibrationError` for another ending, a folder that does not exist, or no points.
     """

@@ -66,7 +66,7 @@ def import_calibration(
         cold=False,
     )
     write_chart(built.points, out / f"{stem}.html")
-    return write_yaml(built.calibration, out)
+    return write_yaml(built.fit, out)
 
 
 def read_format(

@@ -129,7 +129,7 @@ def fit_machine(measured: Measured, base: Calibration | None) -> tuple[Calibrati
     write_model(measured.model, model_file)
     chart = measured.folder / "fit.html"
     write_chart(built.points, chart)
-    return built.calibration, (write_yaml(built.calibration, measured.folder), cluster_file, model_file, chart)
+    return built.fit, (write_yaml(built.fit, measured.folder), cluster_file, model_file, chart)
 
 
 def _degrees(device: str, given: tuple[int, ...], found: int) -> tuple[int, ...]:
