@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rlsim.calibrate.fit.common import KNOTS, Knots, Mask
+from rlsim.calibrate.fit.common import KNOTS
 from rlsim.calibrate.fit.kernel import fit_kernel, stacked
 from rlsim.calibrate.measurements import Fitted, join, point_rows, residual_of
 from rlsim.cost.attention import Latent
@@ -75,41 +75,43 @@ def kernel_latent_attention(
     rows = rows.assign(beside_s=beside - (0.0 if module else absorb))  # a kernel's own table does not time those
     rows = rows.assign(own_s=rows.seconds - beside - (absorb if module else 0.0))
     works = [made[row.heads].decode_work(int(row.batch), row.batch * row.context) for row in each]
-    unseen = rows.heads.isin(UNSEEN).to_numpy(bool)
-    judged, final = _both(rows, works, unseen, KNOTS["latent_decode"], "seen in blocks" if blocks else "seen")
-    fitted = kernels(decode=judged)
-    own_s = [fitted[row.heads].curve(int(row.batch)).step_s(row.batch * row.context) for row in each]
-    shown = np.array(own_s) + rows.beside_s
-    name = "latent_attention" if kv == "bf16" else f"latent_attention_{kv}"
-    points = point_rows(name, _labels(rows), rows.seconds, shown, unseen)
+    name, points, residuals = "latent_attention" if kv == "bf16" else f"latent_attention_{kv}", [], {}
     what = "whole module, its products by their own fit" if module else "kernel alone"
     note = f"heads of {UNSEEN[0]} and {UNSEEN[1]} on a GPU not fitted; {what}"
-    residuals = {name: residual_of(points, rows[["batch", "context", "heads"]], note)}
-    fit = none.model_copy(update={"decode": final})
+
+    def fitted(
+        operator: str, part: str, rows: pd.DataFrame, works: list[Work], seen: str, ranges: list[str]
+    ) -> KernelFit:
+        """The kernel of decode or of prompts (`part`) to all rows, judged by one with such knots of the heads that has
+        not seen those of `UNSEEN`."""
+        unseen, knots = rows.heads.isin(UNSEEN).to_numpy(bool), KNOTS[f"latent_{part}"]
+        own_s = np.maximum(rows.own_s.to_numpy(float), LEAST * rows.seconds.to_numpy(float))
+        some = stacked(work for work, left in zip(works, unseen, strict=True) if not left)
+        first, every = ({**knots, "heads": KNOTS["latent_heads"][heads]} for heads in (seen, "all"))
+        judged = kernels(**{part: fit_kernel(some, own_s[~unseen], rows[~unseen], first, added_s=ADDED_S)})
+        times = [_seconds(judged[row.heads], part, row) for row in rows.itertuples(index=False)]
+        points.append(point_rows(operator, _labels(rows), rows.seconds, np.array(times) + rows.beside_s, unseen))
+        residuals[operator] = residual_of(points[-1], rows[ranges], note)
+        return fit_kernel(stacked(works), own_s, rows, every, added_s=ADDED_S)
+
+    seen = "seen in blocks" if blocks else "seen"
+    fit = none.model_copy(update={"decode": fitted(name, "decode", rows, works, seen, ["batch", "context", "heads"])})
     if not module:
         notes = ("prompts of latent attention: prompt attention of grouped queries, not measured",)
-        return Fitted(fit, residuals, points, notes)
+        return Fitted(fit, residuals, points[0], notes)
     rows = prompts[prompts.heads >= FEWEST_HEADS].reset_index(drop=True)
     each = list(rows.itertuples(index=False))
     beside = np.array([beside_s(row, row.batch * row.new) for row in each])
     rows = rows.assign(beside_s=beside, own_s=rows.seconds - beside)
     works = [made[row.heads].prompt_work(_chunks(row))[0] for row in each]
-    unseen = rows.heads.isin(UNSEEN).to_numpy(bool)
-    judged, final = _both(rows, works, unseen, KNOTS["latent_prompts"], "seen")
-    fitted = kernels(prompts=judged)
-    shown = np.array([fitted[row.heads].prefill_s(_chunks(row)) for row in each]) + beside
-    extra = point_rows(f"{name}_prompts", _labels(rows), rows.seconds, shown, unseen)
-    residuals[f"{name}_prompts"] = residual_of(extra, rows[["new", "heads"]], note)
-    return Fitted(fit.model_copy(update={"prompts": final}), residuals, join([points, extra]))
+    of_prompts = fitted(f"{name}_prompts", "prompts", rows, works, "seen", ["new", "heads"])
+    return Fitted(fit.model_copy(update={"prompts": of_prompts}), residuals, join(points))
 
 
-def _both(rows: pd.DataFrame, works: list[Work], unseen: Mask, knots: Knots, heads: str) -> tuple[KernelFit, KernelFit]:
-    """Fits to the rows that are not `unseen`, with such knots of the heads, and to all of them."""
-    own_s = np.maximum(rows.own_s.to_numpy(float), LEAST * rows.seconds.to_numpy(float))
-    some = stacked(work for work, left in zip(works, unseen, strict=True) if not left)
-    first, every = ({**knots, "heads": KNOTS["latent_heads"][name]} for name in (heads, "all"))
-    judged = fit_kernel(some, own_s[~unseen], rows[~unseen], first, added_s=ADDED_S)
-    return judged, fit_kernel(stacked(works), own_s, rows, every, added_s=ADDED_S)
+def _seconds(attention: Latent, part: str, row: Any) -> float:
+    if part == "decode":
+        return attention.curve(int(row.batch)).step_s(row.batch * row.context)
+    return attention.prefill_s(_chunks(row))
 
 
 def _chunks(row: Any) -> list[tuple[float, float]]:
