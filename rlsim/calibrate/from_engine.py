@@ -21,8 +21,8 @@ from rlsim.calibrate.fit.common import Array
 from rlsim.calibrate.importers.reading import numbers, read_table, read_text, row_name
 from rlsim.calibrate.measurements import measured_node
 from rlsim.calibrate.steps import ITERATION, as_iterations, fit_iterations, iteration_points, iteration_times
-from rlsim.calibrate.write import extended
-from rlsim.cost.calibration import Calibration, load_calibration
+from rlsim.calibrate.write import FromLog, extended
+from rlsim.cost.calibration import load_calibration
 from rlsim.cost.roofline import step_cost
 from rlsim.errors import CalibrationError, unknown_name
 from rlsim.models.model import load_model
@@ -167,21 +167,6 @@ MOST_ROWS = 20_000  # more are thinned out evenly
 PLAUSIBLE = (0.1, 10.0)  # times what the calibration says: beyond that a time is of something else
 
 
-@dataclass(frozen=True)
-class FromEngine:
-    """A calibration with the tables of an engine, and how well they predict iterations that they have not seen.
-
-    `errors` has a row for each kind of `iterations`: `rows`, `held_out`, and of these the `mean` and `p90` of absolute
-    relative errors, the `bias` (median, positive = predicted too slow) and the mean absolute error `off_s`; the same of
-    the calibration that it started from (`base_`). `excluded` counts lines that were not used, by reason.
-    """
-
-    calibration: Calibration
-    errors: pd.DataFrame
-    excluded: Mapping[str, int]
-    notes: tuple[str, ...] = ()
-
-
 def from_engine(
     log: str | Path,
     *,
@@ -192,8 +177,10 @@ def from_engine(
     kv_precision: str = "bf16",
     release: str = "",
     name: str | None = None,
-) -> FromEngine:
+) -> FromLog:
     """Fit a table of whole iterations to the server log or table in `log` (see `read_engine_log`).
+
+    The errors have a row for each kind of `iterations`, and their mean absolute error `off_s` too.
 
     `calibration` is what the factors are on and where everything else comes from; `precision` (of the weights; default:
     as published) and `kv_precision` are what `model` was served in at `tp`; `release` is the engine's, where the log
@@ -240,7 +227,7 @@ def from_engine(
         iterations=(*(one for one in base.iterations if not (one.of(shape) and one.tp == tp)), fit),
         residuals={**base.residuals, **iteration_points([shown])[1]},
     )
-    return FromEngine(found, errors, excluded)
+    return FromLog(found, errors, excluded)
 
 
 def _plausible(path: Path, rows: pd.DataFrame, base_s: Array, excluded: dict[str, int]) -> pd.DataFrame:

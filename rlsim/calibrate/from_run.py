@@ -30,7 +30,7 @@ from rlsim.calibrate.run_fit import (
     host_fit,
     rollout_times,
 )
-from rlsim.calibrate.write import extended
+from rlsim.calibrate.write import FromLog, extended
 from rlsim.cost.calibration import Calibration, carried_to, load_calibration
 from rlsim.errors import CalibrationError
 from rlsim.experiment.build import beside, find_trace
@@ -54,23 +54,14 @@ BAD_FIT = 0.2  # 90th percentile of the errors of a training call from which on 
 _NEEDED = ["gen_s", "update_actor_s", "response_mean", "prompt_mean"]
 
 
-@dataclass(frozen=True)
-class FromRun:
-    """A calibration fitted to a run, and how well it predicts the steps it has not seen.
+@dataclass(frozen=True, kw_only=True)
+class FromRun(FromLog):
+    """Of a run: which steps were fitted and which `held_out`; `points` has one row per quantity and step
+    (`rlsim.calibrate.measurements.COLUMNS`)."""
 
-    `errors` has one row per quantity: `steps` (held out), `mean`, `median` and `p90` of the absolute relative error,
-    `bias` (median signed error, positive = predicted too slow), `base_mean` (mean absolute error of the calibration
-    that it started from). `points` has one row per quantity and step (`rlsim.calibrate.measurements.COLUMNS`).
-    `excluded` counts the steps that were neither fitted nor held out, by reason.
-    """
-
-    calibration: Calibration
-    errors: pd.DataFrame
     used: tuple[int, ...]
     held_out: tuple[int, ...]
-    excluded: Mapping[str, int]
     points: pd.DataFrame
-    notes: tuple[str, ...]
 
 
 def from_run(
@@ -176,7 +167,8 @@ def _fitted(
     notes += [*times.notes, *more]
     used = np.asarray(run.used)
     fitted, held_out = (tuple(int(step) for step in run.steps.index[rows]) for rows in (used, ~used))
-    result = FromRun(run.base, errors, fitted, held_out, excluded, points, tuple(dict.fromkeys(notes)))
+    about = tuple(dict.fromkeys(notes))
+    result = FromRun(run.base, errors, excluded, about, used=fitted, held_out=held_out, points=points)
     return replace(result, calibration=_calibration(result, run, training, host, mfu, name))
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import datetime
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
@@ -48,6 +50,21 @@ def write(calibration: Calibration, out: str | Path) -> Path:
         return write_yaml(calibration, out)
     except OSError as error:
         raise CalibrationError(f"{out}: cannot be written: {error.strerror}") from None
+
+
+@dataclass(frozen=True)
+class FromLog:
+    """A calibration fitted to a log, and how well it predicts what the fit has not seen.
+
+    `errors` has a row for each quantity: how many were held out, and of these the `mean`, `median` or `p90` of absolute
+    relative errors, the `bias` (median, positive = predicted too slow), and `base_…` the same of the calibration that
+    it started from. `excluded` counts what was not used, by reason.
+    """
+
+    calibration: Calibration
+    errors: pd.DataFrame
+    excluded: Mapping[str, int]
+    notes: tuple[str, ...] = ()
 
 
 def extended(

@@ -16,10 +16,9 @@ from rlsim.cli.tables import print_tables
 from rlsim.errors import CalibrationError, ConfigError
 
 if TYPE_CHECKING:
-    from rlsim.calibrate.from_engine import FromEngine
-    from rlsim.calibrate.from_run import FromRun
     from rlsim.calibrate.measure.journal import Point
     from rlsim.calibrate.measure.session import Measured
+    from rlsim.calibrate.write import FromLog
     from rlsim.cost.calibration import Calibration
 
 app = Commands(
@@ -247,7 +246,7 @@ def _keys(items: list[str]) -> dict[str, dict[str, object]]:
     return data
 
 
-def _print_errors(result: FromRun | FromEngine, title: str, path: Path, json_file: Path | None, quiet: bool) -> None:
+def _print_errors(result: FromLog, title: str, path: Path, json_file: Path | None, quiet: bool) -> None:
     data: dict[str, Any] = {"file": str(path), "errors": json.loads(result.errors.to_json(orient="records"))}
     data |= {"excluded": {**result.excluded}, "notes": [*result.notes]}
     if write_json(json_file, data) or paths_only(quiet, path):
