@@ -16,10 +16,9 @@ import rlsim
 from evidence.validate import real_run
 from evidence.validate.rollout import validate_rollouts
 from evidence.validate.rollout_steps import QUICK, Ask, Plan, Samples, fit, shapes
-from rlsim.calibrate.measure.bench import Effort
-from rlsim.calibrate.measure.decoder import KvCache, build_decoder, check_degree, weight_splits
+from rlsim.calibrate.measure.bench import Effort, Lap
+from rlsim.calibrate.measure.decoder import KvCache, check_degree, weight_splits
 from rlsim.calibrate.measure.journal import plan
-from rlsim.calibrate.measure.steps import Lap
 from rlsim.calibrate.measure.workers import Workers
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.derived import ServedStep
@@ -322,7 +321,7 @@ def _flat(prompts):
 
 def _built(worker, model, tp):
     cache = KvCache(model, 4, 32, "cpu", torch.float32)
-    return build_decoder(worker, model, tp, cache, torch.float32)
+    return real_run.build_decoder(worker, model, tp, cache, torch.float32)
 
 
 def _logits(worker, model, tp, further):

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from evidence.validate.rollout_steps import Ask, Plan
-from rlsim.calibrate.measure.bench import CORE_SHARE, Lap, synchronize
-from rlsim.calibrate.measure.decoder import Batch, Decoder, KvCache, build_decoder, weight_splits
-from rlsim.calibrate.measure.steps import step_times
+from rlsim.calibrate.measure.bench import CORE_SHARE, Call, Lap, laps, synchronize
+from rlsim.calibrate.measure.decoder import Batch, Decoder, KvCache, Split, random_weights, weight_splits
+from rlsim.calibrate.measure.ranks import Ranks
 from rlsim.errors import CalibrationError
 from rlsim.models.model import Model
 
@@ -70,6 +71,21 @@ def prepare(worker: Any, model: Model, slots: int, max_tokens: int, dtype: str, 
         np.zeros((worker.size, 8), dtype=np.int64).tofile(board)
     worker.all.together()
     worker.state["finished"] = np.memmap(board, dtype=np.int64, mode="r+", shape=(worker.size, 8))
+
+
+def build_decoder(worker: Any, model: Model, tp: int, cache: KvCache, dtype: torch.dtype) -> Decoder:
+    """This worker's rank of a decoder at `tp`: consecutive workers share a replica. All workers call it together.
+
+    Raises `CalibrationError` if the ranks cannot share the heads, the MLP or the vocabulary evenly.
+    """
+    weights = random_weights(model, tp, worker.rank % tp, worker.device, dtype)
+    return Decoder(model, tp, worker.rank % tp, worker.ranks(tp), worker.device, weights, cache)
+
+
+def step_times(worker: Any, run: Call, undo: Call, repeats: int) -> list[Lap]:
+    """Each of `repeats` runs that all workers begin together."""
+    worker.all.together()
+    return laps(run, repeats, worker.device, undo)
 
 
 def times(worker: Any, kind: str, shape: Any, repeats: int) -> list[Lap]:
@@ -220,7 +236,34 @@ def reshard(decoder: Decoder, into: Decoder) -> None:
     for layer, old, new in zip(weight_splits(decoder.model), decoder.weights, into.weights, strict=True):
         for name, split in layer.items():
             shares = [old[name]] if split.axis is None else decoder.ranks.all_gather(old[name])
-            split.slice(split.join(shares), into.tp, into.index, new[name])
+            split.slice(_whole(split, shares), into.tp, into.index, new[name])
+
+
+def _whole(split: Split, shares: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The whole weight from all ranks' shares."""
+    if split.axis is None or len(shares) == 1:
+        return shares[0]
+    sizes = [part // len(shares) for part in split.parts]
+    cuts = zip(*(torch.split(share, sizes, split.axis) for share in shares), strict=True)
+    return torch.cat([torch.cat(cut, split.axis) for cut in cuts], split.axis)
+
+
+def exchange(
+    ranks: Ranks, sends: Mapping[int, torch.Tensor], sizes: Mapping[int, int], like: torch.Tensor
+) -> dict[int, torch.Tensor]:
+    """A flat tensor to each of some other ranks, and from those in `sizes` one of so many numbers each.
+
+    All are on the device and of the type of `like`.
+    """
+    if ranks.size == 1:
+        return {}
+    first = dist.get_global_rank(ranks.group, 0)
+    found = {peer: like.new_empty(size) for peer, size in sizes.items()}
+    operations = [dist.P2POp(dist.isend, tensor, first + peer) for peer, tensor in sends.items()]
+    operations += [dist.P2POp(dist.irecv, tensor, first + peer) for peer, tensor in found.items()]
+    for request in dist.batch_isend_irecv(operations) if operations else ():
+        request.wait()
+    return found
 
 
 def migrate(worker: Any, cache: KvCache, from_tp: int, to_tp: int, moves: Sequence[Move]) -> None:
@@ -237,7 +280,7 @@ def migrate(worker: Any, cache: KvCache, from_tp: int, to_tp: int, moves: Sequen
         packed = {peer: torch.cat([source[part].reshape(-1) for part in parts]) for peer, parts in outgoing.items()}
         places = {peer: [target[part] for part in parts] for peer, parts in incoming.items()}
         sizes = {peer: sum(place.numel() for place in found) for peer, found in places.items() if peer != own}
-        received = worker.all.exchange({peer: x for peer, x in packed.items() if peer != own}, sizes, source)
+        received = exchange(worker.all, {peer: x for peer, x in packed.items() if peer != own}, sizes, source)
         for peer, found in places.items():
             flat = packed[own] if peer == own else received[peer]
             for place, x in zip(found, torch.split(flat, [place.numel() for place in found]), strict=True):

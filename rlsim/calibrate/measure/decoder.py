@@ -39,14 +39,6 @@ class Split(NamedTuple):
         cuts = [part.chunk(tp, self.axis)[index] for part in torch.split(full, list(self.parts), self.axis)]
         return torch.cat(cuts, self.axis) if out is None else torch.cat(cuts, self.axis, out=out)
 
-    def join(self, shares: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole weight from all ranks' shares."""
-        if self.axis is None or len(shares) == 1:
-            return shares[0]
-        sizes = [part // len(shares) for part in self.parts]
-        cuts = zip(*(torch.split(share, sizes, self.axis) for share in shares), strict=True)
-        return torch.cat([torch.cat(cut, self.axis) for cut in cuts], self.axis)
-
 
 def weight_splits(model: Model) -> list[dict[str, Split]]:
     """The weights of every layer and, last, those around the layers; what is added up over ranks is cut along axis 1.
@@ -275,15 +267,6 @@ class Decoder:
             both = torch.cat([self._norm(part, weights[name]) for part, name in parts], 1)
         both = both * cos + both.roll(self.model.head_dim // 2, -1) * sin
         return (*torch.split(both, self.heads[:2], 1), v)
-
-
-def build_decoder(worker: Any, model: Model, tp: int, cache: KvCache, dtype: torch.dtype) -> Decoder:
-    """This worker's rank of a decoder at `tp`: consecutive workers share a replica. All workers call it together.
-
-    Raises `CalibrationError` if the ranks cannot share the heads, the MLP or the vocabulary evenly.
-    """
-    weights = random_weights(model, tp, worker.rank % tp, worker.device, dtype)
-    return Decoder(model, tp, worker.rank % tp, worker.ranks(tp), worker.device, weights, cache)
 
 
 class Batch:

@@ -2,7 +2,7 @@
 
 On CUDA it is NCCL. On the CPU sums and gathers go through memory that the processes share: gloo's own threads compete
 with the computing thread for the core, and a step's many small sums would each wait for the scheduler's tick,
-milliseconds long. What is exchanged in a change of layout is large, and gloo's.
+milliseconds long.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import pickle
 import platform
 import time
-from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -43,23 +42,6 @@ class Ranks:
             return [x]
         found = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(found, x, group=self.group)
-        return found
-
-    def exchange(
-        self, sends: Mapping[int, torch.Tensor], sizes: Mapping[int, int], like: torch.Tensor
-    ) -> dict[int, torch.Tensor]:
-        """A flat tensor to each of some other ranks, and from those in `sizes` one of so many numbers each.
-
-        All are on the device and of the type of `like`.
-        """
-        if self.size == 1:
-            return {}
-        first = dist.get_global_rank(self.group, 0)
-        found = {peer: like.new_empty(size) for peer, size in sizes.items()}
-        operations = [dist.P2POp(dist.isend, tensor, first + peer) for peer, tensor in sends.items()]
-        operations += [dist.P2POp(dist.irecv, tensor, first + peer) for peer, tensor in found.items()]
-        for request in dist.batch_isend_irecv(operations) if operations else ():
-            request.wait()
         return found
 
     def agree(self, own: Any) -> list[Any]:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - the usual name
 
-from rlsim.calibrate.measure.bench import Bench, Call, Lap, Timing, laps, measure
+from rlsim.calibrate.measure.bench import Bench, Call, Timing, measure
 from rlsim.calibrate.measure.decoder import (
     Batch,
     Decoder,
@@ -71,12 +71,6 @@ STEPS: Mapping[str, Callable[..., Timing]] = {
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
-
-
-def step_times(worker: Any, run: Callable[[], object], undo: Callable[[], object], repeats: int) -> list[Lap]:
-    """Each of `repeats` runs that all workers begin together."""
-    worker.all.together()
-    return laps(run, repeats, worker.device, undo)
 
 
 def _timed(worker: Any, bench: Bench, run: Call, undo: Call | None = lambda: None, calls: int = 1) -> Timing:
