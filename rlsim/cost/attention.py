@@ -34,6 +34,11 @@ class LayerAttention:
     window_tokens: int | None = None
     #: Whether they are those of its last chunk of so many.
     chunked = False
+    #: Elements of a token that each of its elementwise kernels moves, their bytes, and how many times their roofline
+    #: these take.
+    _moved: Sequence[float] = ()
+    _bytes = BF16_BYTES
+    _times = 1.0
 
     def __init__(self, operators: Operators) -> None:
         self._operators = operators
@@ -48,9 +53,10 @@ class LayerAttention:
         """The products of a layer with this attention that run over all of an iteration's tokens."""
         return layer.linears(tp)
 
-    def elementwise_s(self, tokens: float) -> float:  # noqa: ARG002
+    def elementwise_s(self, tokens: float) -> float:
         """Seconds of the norms, rotary embedding and other elementwise kernels of `tokens` tokens."""
-        return 0.0
+        each = [self._operators.memory_bound_s(tokens * moved * self._bytes, tokens) for moved in self._moved]
+        return self._times * sum(each)
 
     def _curve(self, batch: int, queries: int = 1) -> DecodeCurve:  # noqa: ARG002
         """What `curve` keeps: seconds of `batch` sequences over the sum of the tokens that they read. Each has as many
@@ -79,15 +85,13 @@ class GroupedQueries(LayerAttention):
         self._attention, self._bytes = attention, dtype_bytes
         self._q_heads, self._kv_heads = attention.heads // tp, attention.kv_heads_per_gpu(tp)
         self.window_tokens, self.chunked = attention.window_tokens, attention.chunked
-
-    def elementwise_s(self, tokens: float) -> float:
-        attention, heads = self._attention, self._q_heads + self._kv_heads
-        each = [(2 * heads + self._kv_heads) * attention.head_dim]  # rotary embedding, KV write
-        if attention.head_norms or attention.whole_norms:
-            each.append(2 * heads * attention.head_dim)
-        if attention.gated:
-            each.append(3 * self._q_heads * attention.head_dim)
-        return sum([self._operators.memory_bound_s(tokens * one * self._bytes, tokens) for one in each])
+        heads = self._q_heads + self._kv_heads
+        kernels = (  # rotary embedding and KV write, norms, the output's gate
+            2 * heads + self._kv_heads,
+            2 * heads * (attention.head_norms or attention.whole_norms),
+            3 * self._q_heads * attention.gated,
+        )
+        self._moved = [each * attention.head_dim for each in kernels if each]
 
     def _curve(self, batch: int, queries: int = 1) -> DecodeCurve:
         """With several queries no less than their FLOPs take, by whole blocks of rows, at the rate of prompts."""
@@ -157,8 +161,9 @@ class Latent(LayerAttention):
         self._heads, self._rank = heads, attention.kv_rank
         self._cached = attention.cached_elements()
         self._cached_bytes = self._cached * KV_BYTES[fit.kv_precision]
-        self._norms = (attention.q_rank or 0) + attention.kv_rank
         self._rope = attention.rope_dim
+        # The norms of the latents; rotary embedding and the KV write.
+        self._moved = (2 * ((attention.q_rank or 0) + self._rank), 2 * (heads + 1) * self._rope + self._cached)
         self._made = attention.nope_dim + attention.v_dim
         self._pair_flop = 2.0 * heads * (self._made + self._rope)
         self._decode_at = cache(Kernel(fit.decode, LATENT_AXES).at)
@@ -185,11 +190,6 @@ class Latent(LayerAttention):
         kernel = self._decode_at(self._heads * queries)
         curve = bent(kernel, batch, batch, lambda total: self.decode_work(batch, total, queries), least)
         return curve.mapped(1.0, self.absorb_s(batch * queries))
-
-    def elementwise_s(self, tokens: float) -> float:
-        """Seconds of the norms of the latents, and of rotary embedding and the KV write, for so many tokens."""
-        each = (2 * self._norms, 2 * (self._heads + 1) * self._rope + self._cached)
-        return sum([self._operators.memory_bound_s(tokens * one * BF16_BYTES, tokens) for one in each])
 
     def absorb_s(self, tokens: float) -> float:
         """Seconds in which the queries of so many tokens go into the latent and their results come out: each head's
@@ -332,15 +332,11 @@ class State(LayerAttention):
         self._bytes = dtype_bytes
         self._state_bytes = attention.state_elements / tp * dtype_bytes
         self._token_flop = attention_work(attention).token_flops / tp
-        self._widths = (attention.convolved / tp, attention.inner / tp)
+        # The convolution with its activation; the output's norm with its gate.
+        self._moved = (2 * (attention.convolved / tp), 3 * (attention.inner / tp))
         # What attention reaches on many prompts of one block, whose pairs it computes all.
         blocks_s = operators.prompt_kernels.time_s([(BLOCK_QUERIES, 0)] * 256, 16, 4, 128)
         self._rate = 4.0 * 128 * 16 * 256 * BLOCK_QUERIES**2 / blocks_s
-
-    def elementwise_s(self, tokens: float) -> float:
-        convolved, inner = self._widths
-        each = (2 * convolved, 3 * inner)  # convolution and activation; the output's norm with its gate
-        return self._times * sum([self._operators.memory_bound_s(tokens * one * self._bytes, tokens) for one in each])
 
     def _curve(self, batch: int, queries: int = 1) -> DecodeCurve:
         """The state is read once, and written behind every query (vLLM keeps one for each token to verify)."""
