@@ -84,14 +84,12 @@ class EngineMemory:
 
 #: The rule where no engine is said: today's vLLM.
 VLLM = EngineMemory(graph_bytes=GRAPH_BYTES)
+#: Those of other engines.
+RULES = {"sglang": EngineMemory("before_weights"), "trtllm": EngineMemory("after_all")}
 
 
 def engine_memory_of(engine: str, release: str = "") -> EngineMemory:
     """The rule of an engine, by its release (`0.24.0`; empty: today's)."""
-    if engine == "sglang":
-        return EngineMemory("before_weights")
-    if engine == "trtllm":
-        return EngineMemory("after_all")
     if engine == "vllm" and release and tuple(map(int, release.split(".")[:2])) < (0, 21):
         return EngineMemory(sampling_bytes=SORTED_SAMPLING_BYTES)
-    return VLLM
+    return RULES.get(engine, VLLM)

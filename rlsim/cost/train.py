@@ -80,14 +80,11 @@ class TrainTime:
 
     def __add__(self, other: TrainTime) -> TrainTime:
         """Both, one after the other."""
-        return TrainTime(*(a + b for a, b in zip(self._parts(), other._parts(), strict=True)))
+        return TrainTime(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
     def __mul__(self, times: float) -> TrainTime:
         """The call, that many times over."""
-        return TrainTime(*(part * times for part in self._parts()))
-
-    def _parts(self) -> tuple[float, ...]:
-        return tuple(vars(self).values())
+        return TrainTime(*(part * times for part in vars(self).values()))
 
 
 @dataclass(frozen=True)
