@@ -45,15 +45,6 @@ class Surface:
 
     def __call__(self, *coordinates: float) -> float:
         """The factor there; beyond an axis' knots, that at its end."""
-        if len(coordinates) == 1:  # what most look-ups come to, written out
-            (knots,), values, at = self._axes, self._values, log(coordinates[0])
-            if at <= knots[0]:
-                return exp(values[0])
-            if at >= knots[-1]:
-                return exp(values[-1])
-            i = bisect_right(knots, at) - 1
-            low = values[i]
-            return exp(low + (values[i + 1] - low) * ((at - knots[i]) / (knots[i + 1] - knots[i])))
         return exp(_at(self._axes, self._values, [log(x) for x in coordinates], 0))
 
 
