@@ -190,11 +190,11 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
     mixtures = kernel_experts(measured.table("experts"), ref) if "experts" in measured else Fitted(({}, {}))
     exchange = kernel_exchange(measured.table("exchange")) if "exchange" in measured else Fitted({})
     sources = [*measured.sources, vidurs]
+    one, several = mixtures.fit
     if lent := _lent_mixtures(data, gpu, engine, mixtures.fit, ref):
         found_there, source = lent
-        one, several = mixtures.fit
-        residuals = {**mixtures.residuals, **found_there.residuals}
-        mixtures = Fitted(({**one, **found_there.fit}, several), residuals, mixtures.points, found_there.notes)
+        one = {**one, **found_there.fit}
+        mixtures = replace(mixtures, residuals={**mixtures.residuals, **found_there.residuals}, notes=found_there.notes)
         sources.append(source)
     notes = [*COMMON, *(measured.notes if mixtures.residuals else (MIXTURE,))]
     if borrowed := _block_products(data, gpu, engine, ref):
@@ -216,7 +216,6 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
         fit, residuals = with_windows(part.fit, ref, operator, table)
         kernels[operator] = replace(part, fit=fit)
         in_windows |= residuals
-    fits = OperatorFits.model_validate({name: part.fit for name, part in kernels.items()})
     node = measured_node(gpu.name, ref)
     collectives = kernel_collectives(measured.table("collective"), ref, node, one_by_one=True)
     if engine == "trtllm":
@@ -236,15 +235,16 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
     on_hopper = ref.fp4_flop_per_s is None  # elsewhere nobody asks for other kernels of MXFP4
     told = other_experts(measured.table("other_experts").iloc[: None if on_hopper else 0], ref)
     if engine == "vllm" and gpu.name.startswith("h"):  # Hopper
-        launch_s = mixtures.fit[0]["fp8_block"].launch_s
+        launch_s = one["fp8_block"].launch_s
         told.fit["deep_gemm"] = {"fp8_block": ExpertsFit(**{**_ROWS["deep_gemm"], "launch_s": launch_s})}
         notes.append(NOTES["deep gemm"])
     parts = (*kernels.values(), *quantised, mixtures, told, exchange)
     residuals = {name: item for part in parts for name, item in part.residuals.items()}
-    one, several = mixtures.fit
-    products = tuple(part.fit for part in quantised)
-    fits = fits.model_copy(
-        update={"experts": one, "parallel_experts": several, "other_experts": told.fit, "quantised_gemm": products}
+    more = {"experts": one, "parallel_experts": several, "other_experts": told.fit}
+    fits = OperatorFits(
+        **{name: part.fit for name, part in kernels.items()},
+        **more,
+        quantised_gemm=tuple(part.fit for part in quantised),
     )
     return Calibration(
         name=f"{gpu.name}-{engine}",

@@ -89,7 +89,8 @@ def kernel_latent_attention(
         some = stacked(work for work, left in zip(works, unseen, strict=True) if not left)
         first, every = ({**knots, "heads": KNOTS["latent_heads"][heads]} for heads in (seen, "all"))
         judged = kernels(**{part: fit_kernel(some, own_s[~unseen], rows[~unseen], first, added_s=ADDED_S)})
-        times = [_seconds(judged[row.heads], part, row) for row in rows.itertuples(index=False)]
+        calls = zip(rows.heads.tolist(), rows.itertuples(index=False), strict=True)
+        times = [_seconds(judged[heads], part, row) for heads, row in calls]
         points.append(point_rows(operator, _labels(rows), rows.seconds, np.array(times) + rows.beside_s, unseen))
         residuals[operator] = residual_of(points[-1], rows[ranges], note)
         return fit_kernel(stacked(works), own_s, rows, every, added_s=ADDED_S)
