@@ -77,7 +77,9 @@ class CallCosts:
         self._rollout, self._replica = rollout, replica
         self._shapes = {role: next(r for r in models if models[r] == model) for role, model in models.items()}
         self._engine = calibration.engine
-        self.data, self._moved, self._made = cache(self._data), cache(self._moving), cache(self._of)
+        self._made, ends = cache(self._of), (cluster, self.collectives)
+        self.data = cache(lambda to: DataTransfer(*ends, self._receiver(to)))
+        self._moved = cache(lambda role, to: Reallocation(models[role], *ends, self._receiver(to)))
 
     def of(self, role: str, strategy: TrainStrategy, first_gpu: int = 0) -> TrainCost:
         """Calls on the model of that role, on the GPUs from `first_gpu` on.
@@ -147,13 +149,8 @@ class CallCosts:
         """Seconds of moving that model's parameters from these GPUs to ones of the kind of `to`."""
         return self._moved(self._shapes[role], to)
 
-    def _moving(self, role: str, to: CallCosts) -> Reallocation:
-        receiver = None if to is self else Side(to.cluster, to.collectives)
-        return Reallocation(self.models[role], self.cluster, self.collectives, receiver)
-
-    def _data(self, to: CallCosts) -> DataTransfer:
-        receiver = None if to is self else Side(to.cluster, to.collectives)
-        return DataTransfer(self.cluster, self.collectives, receiver)
+    def _receiver(self, to: CallCosts) -> Side | None:
+        return None if to is self else Side(to.cluster, to.collectives)
 
     def lookups(self) -> Lookups:
         """The messages asked for so far, by how far they rest on measurements."""

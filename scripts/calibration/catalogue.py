@@ -91,11 +91,6 @@ def all_gemms(data: Path, table: str, precision: Precision = "bf16") -> pd.DataF
     return aiconfigurator.gemms(data / "kernels/aiconfigurator" / table, precision=precision)
 
 
-def all_precisions(data: Path, gpu: Gpu, engine: Engine) -> list[Precision]:
-    """The precisions other than bf16 in which products were measured."""
-    return aiconfigurator.precisions(data / "kernels/aiconfigurator" / gpu.gemm(engine))
-
-
 def latent_tables(
     data: Path, gpu: Gpu, engine: str, kv: KvPrecision
 ) -> tuple[pd.DataFrame, pd.DataFrame, bool, Source] | None:
@@ -268,9 +263,10 @@ def _block_products(data: Path, gpu: Gpu, engine: Engine, ref: Reference) -> Fit
     """Products in fp8_block of vLLM, where its own table times the host: those of a release of SGLang that runs as old
     a DeepGEMM, at the rate of vLLM's rows long enough for the host not to matter, and judged by such rows of weights
     that the fit has not seen. None if either engine has no such table."""
-    if engine != "vllm" or not all("fp8_block" in all_precisions(data, gpu, name) for name in ("vllm", "sglang")):
-        return None
     precision: Precision = "fp8_block"
+    both = [data / "kernels/aiconfigurator" / gpu.gemm(name) for name in ENGINES[:2]]
+    if engine != "vllm" or not all(precision in aiconfigurator.precisions(path) for path in both):
+        return None
     table = aiconfigurator.used_sizes(all_gemms(data, gpu.gemm("sglang", gpu.deepgemm), precision))
     fit = kernel_gemm(table, ref, False, precision).fit
     kernel, rows = kernel_of(precision), aiconfigurator.used_sizes(all_gemms(data, gpu.gemm("vllm"), precision))

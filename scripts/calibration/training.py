@@ -197,13 +197,10 @@ def fit_stacks(data: Path, shares: dict[str, float]) -> Fit:
         for group in dict.fromkeys(curve.row.group for curve in curves):
             seen = _traffic([curve for curve in curves if curve.row.group != group])[1]
             case(f"without {group}", seen, [curve for curve in curves if curve.row.group == group])
-    case("veRL's machine with NVLink", *_nvlink(curves_of("fsdp", NVLINK["a100-sxm-80gb"])))
+    curves = curves_of("fsdp", NVLINK["a100-sxm-80gb"])
+    case("veRL's machine with NVLink", _traffic(curves)[1], [curve for curve in curves if curve.row.bus_bytes_per_s])
     case("never fitted", found["megatron"], curves_of("none", bus))
     return Fit(found, bus, tuple(cases), driver_times())
-
-
-def _nvlink(curves: list[_Curve]) -> tuple[float, list[_Curve]]:
-    return _traffic(curves)[1], [curve for curve in curves if curve.row.bus_bytes_per_s]
 
 
 def driver_times() -> dict[str, float]:

@@ -75,11 +75,9 @@ def read(
         ("the engine's all-reduce is", "custom_allreduce_perf", comm),
         ("mixtures of experts are", "moe_perf", folder / "moe" / backend),
     ):
-        release, path = version, _releases(root, table).get(version)
-        if path is None:
-            release, path = _newest(root, table)
-        if path is not None:
-            paths[table] = path
+        found = _releases(root, table)
+        release = version if version in found else next(reversed(found), "")
+        paths |= {table: found[release]} if found else {}
         if release not in (version, ""):
             notes.append(f"{what} {backend} {release}'s; {version} has no table of it")
     exchange = {name: _newest(comm, name)[1] for name in ("wideep_deepep_ll_perf", "wideep_deepep_normal_perf")}
