@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from rlsim.base.reading import shipped
 from rlsim.calibrate.fit.collectives import fit_collective, times_of
 from rlsim.calibrate.fit.common import FEWEST, KNOTS, Mask, held_out_rows
 from rlsim.calibrate.fit.kernel import fit_with_l2
@@ -19,13 +21,7 @@ from rlsim.models.precision import WEIGHT_BYTES, Precision
 
 #: Models that are left out whole when errors are measured: Qwen3-235B-A22B and DeepSeek-V3.
 LEFT_OUT = ("4096 x 1536, 8 of 128", "7168 x 2048, 8 of 256")
-ANY_ROWS = (16, 32, 64, 128)  # rows of blocks
-MARLIN_ROWS, MARLIN_FILL = (8, 16, 32, 64), 0.9  # of `fused_marlin_moe` in vLLM, whose blocks of 48 are left out
-BY_MEAN = "flashinfer_trtllm"  # the kernel with blocks of its own
-#: Rows of its blocks: FlashInfer's `getSupportedTileNums` without the largest, which it only takes when tuned.
-MEAN_ROWS: Mapping[Precision, tuple[int, ...]] = {"nvfp4": (8, 16, 32, 64, 128), "mxfp4": (8, 16, 32)}
-MEAN_ROWS_ELSE = (8, 16, 32, 64)
-MEAN_ROWS_MXFP8 = (8, 16, 32, 64, 128)
+BLOCKS: Sequence[Mapping[str, Any]] = shipped("expert_tables.yaml")["blocks"]
 DEFAULT_BLOCKS = ((16, 32), (64, 64))  # of SGLang's Triton kernel: for no more tokens than experts, and beyond
 
 Experts = tuple[dict[Precision, ExpertsFit], dict[Precision, ExpertsFit]]
@@ -150,16 +146,15 @@ def fit_experts(table: pd.DataFrame, ref: Reference, precision: Precision) -> Ex
     pairs = sorted(set(zip(rows.experts[rows.tuned], rows.width[rows.tuned], strict=True)))
     all_tuned = bool(rows.tuned.all())
     kernel = str(rows.kernel.iloc[0])
-    by_mean, in_mxfp8 = kernel.startswith(BY_MEAN), kernel.endswith(MXFP8)
-    any_rows, fill = (MARLIN_ROWS, MARLIN_FILL) if kernel == "marlin" else (ANY_ROWS, 2.0)
-    own_rows = MEAN_ROWS.get(precision, MEAN_ROWS_ELSE) if by_mean else any_rows
+    suiting = (row for row in BLOCKS if row.get("precision", precision) == precision)
+    blocks = next(row for row in suiting if kernel.startswith(row["kernel"]))
     kind = ExpertsFit(
         kernel=kernel,
         launch_s=0.0,
         efficiency={},
-        multiplied_in="fp8" if in_mxfp8 else None,
-        block_rows=MEAN_ROWS_MXFP8 if by_mean and in_mxfp8 else own_rows,
-        block_fill=fill,
+        multiplied_in="fp8" if kernel.endswith(MXFP8) else None,
+        block_rows=blocks["rows"],
+        block_fill=blocks.get("fill", 2.0),
         default_blocks=None if all_tuned else DEFAULT_BLOCKS,
         tuned=() if all_tuned else tuple((int(experts), int(own)) for experts, own in pairs),
     )
