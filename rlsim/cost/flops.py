@@ -57,11 +57,11 @@ class AttentionWork:
     - `exchanged`: keys and values, which context parallelism gathers.
     """
 
-    reach: Reach
-    pair_flops: float
-    kept: float
-    moved: float
-    exchanged: float
+    reach: Reach = Reach()
+    pair_flops: float = 0.0
+    kept: float = 0
+    moved: float = 0
+    exchanged: float = 0
     token_flops: float = 0.0
     latent: float = 0.0
     latent_moved: float = 0.0
@@ -105,7 +105,6 @@ def attention_work(attention: Attention) -> AttentionWork:
             )
             ranks, index = (attention.q_rank or 0) + attention.kv_rank, attention.index
             return AttentionWork(
-                reach=Reach(),
                 pair_flops=2.0 * (q_dim + v_dim + (index.heads * index.head_dim if index and not index.shared else 0)),
                 kept=2 * (q_dim + v_dim),
                 moved=4 * q_dim,
@@ -117,8 +116,6 @@ def attention_work(attention: Attention) -> AttentionWork:
             key, value = attention.key_heads * attention.key_dim, attention.value_heads * attention.value_dim
             inside = DELTA_CHUNK_TOKENS * (6 * attention.key_dim + 4 * attention.value_dim)
             return AttentionWork(
-                reach=Reach(),
-                pair_flops=0.0,
                 token_flops=attention.value_heads * (6.0 * attention.key_dim * attention.value_dim + inside),
                 kept=2 * (2 * key + value) + 2 * value,
                 moved=2 * (2 * key + value) + 4 * key + 3 * value,
@@ -128,15 +125,13 @@ def attention_work(attention: Attention) -> AttentionWork:
             chunk, state = attention.chunk_tokens, attention.state_dim
             each = 2.0 * chunk * attention.head_dim + 4.0 * attention.head_dim * state
             return AttentionWork(
-                reach=Reach(),
-                pair_flops=0.0,
                 token_flops=2.0 * chunk * state * attention.groups + attention.heads * each,
                 kept=2 * attention.convolved + 2 * attention.inner,
                 moved=2 * attention.convolved + 3 * attention.inner,
                 exchanged=attention.convolved,
             )
         case NoAttention():
-            return AttentionWork(reach=Reach(), pair_flops=0.0, kept=0, moved=0, exchanged=0)
+            return AttentionWork()
         case _:
             raise TypeError(f"no work is known for {type(attention).__name__}")
 

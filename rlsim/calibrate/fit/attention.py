@@ -118,8 +118,10 @@ def heads_of(table: pd.DataFrame) -> pd.Series:
 
 
 def usual_groups(table: pd.DataFrame, operator: str) -> pd.DataFrame:
-    """The rows with at most 8 query heads for each KV head; raises `CalibrationError` if they are too few."""
-    rows = table[table.q_heads <= GROUP * table.kv_heads].reset_index(drop=True)
+    """Medians over rows of the same shape with at most 8 query heads for each KV head; raises `CalibrationError` if
+    they are too few. Of decode the longest context is no part of the shape."""
+    rows = distinct(table, operator, [key for key in ATTENTION[operator] if key != "longest"])
+    rows = rows[rows.q_heads <= GROUP * rows.kv_heads].reset_index(drop=True)
     check_enough(operator, len(rows), f"with at most {GROUP} query heads for each KV head")
     return rows
 
@@ -185,7 +187,6 @@ def _of(kv: KvPrecision, heads: dict[int, KernelFit]) -> AttentionFit:
 def _decode(table: pd.DataFrame, ref: Reference, engine: Engine, cold: bool, kv: KvPrecision) -> Fitted[AttentionFit]:
     apart = table.longest > table.context * 1.0001
     equal, unequal = table[~apart], table[apart]
-    equal = distinct(equal, "decode_attention", ["batch", "context", "q_heads", "kv_heads", "head_dim"])
     equal = usual_groups(equal, "decode_attention")
     test, tiny, streamed, beyond = decode_rows(equal, ref, kv, include_hot=cold)
     used = tiny | streamed
@@ -242,7 +243,6 @@ def decode_rows(
 
 
 def _prompts(table: pd.DataFrame, ref: Reference, kv: KvPrecision) -> Fitted[AttentionFit]:
-    table = distinct(table, "prefill_attention", ["batch", "new", "prior", "q_heads", "kv_heads", "head_dim"])
     table = usual_groups(table, "prefill_attention")
     cached = table[table.prior > 0]
     whole = table[(table.prior <= 0) & (table.new >= SHORTEST_PROMPT)].reset_index(drop=True)
