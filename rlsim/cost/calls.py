@@ -12,7 +12,6 @@ from rlsim.cost.collectives import Collectives
 from rlsim.cost.layout import PLAIN, ReplicaLayout
 from rlsim.cost.operators import Operators
 from rlsim.cost.reallocation import DataTransfer, Reallocation, Side
-from rlsim.cost.step import Lookups
 from rlsim.cost.strategy import (
     EXPERT_LAUNCH_S,
     LOOPED_EXPERT_S,
@@ -151,10 +150,6 @@ class CallCosts:
 
     def _receiver(self, to: CallCosts) -> Side | None:
         return None if to is self else Side(to.cluster, to.collectives)
-
-    def lookups(self) -> Lookups:
-        """The messages asked for so far, by how far they rest on measurements."""
-        return self.collectives.lookups
 
 
 def products(layer: Layer, tokens: float, tp: int) -> Iterator[tuple[float, Linear, int]]:

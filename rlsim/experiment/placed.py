@@ -414,7 +414,7 @@ class PlacedExperiment:
         for step in self._crowded_steps.values():
             step.lookups()  # tells the machine's own curves how far they were followed
         judge = [self.judge.crowded.lookups()] if self.judge else []
-        calls = [costs.lookups() for costs in self._calls.values()]
+        calls = [costs.collectives.lookups for costs in self._calls.values()]
         hybrid = [self.hybrid_costs.lookups()] if self.hybrid_gpus else []
         return Lookups().merge([*(one.rollout_costs.lookups() for one in self.engines), *calls, *judge, *hybrid])
 
