@@ -154,10 +154,8 @@ def kv_migrate_s(
     volume = kv_rank_bytes(model, context_tokens, tp_src)
     if bytes_per_s is not None:
         return volume / bytes_per_s
-    layers = model.num_hidden_layers
-    if tp_dst > tp_src:
-        return layers * collectives.time_s("all_gather", volume / layers, tp_dst // tp_src, 1)
-    return layers * collectives.time_s("all_to_all", volume / layers, tp_src, 1)
+    op, gpus = ("all_gather", tp_dst // tp_src) if tp_dst > tp_src else ("all_to_all", tp_src)
+    return model.num_hidden_layers * collectives.time_s(op, volume / model.num_hidden_layers, gpus, 1)
 
 
 def kv_send_s(
