@@ -105,8 +105,6 @@ class Kernel:
     def __init__(self, fit: KernelFit, axes: Sequence[str]) -> None:
         self.fit = fit
         self.surface = None if fit.table is None else Surface(fit.table, axes)
-        self._shares = tuple(fit.efficiency.items())
-        self._added = tuple(fit.added_s.items())
 
     def at(self, *coordinates: float) -> Kernel:
         """With a table over the first axes alone, at these coordinates of the last ones."""
@@ -117,10 +115,10 @@ class Kernel:
     def roofline_s(self, work: Work) -> float:
         """Seconds of this work, launch and table aside."""
         total, blend = 0.0, self.fit.blend
-        for name, share in self._shares:
+        for name, share in self.fit.efficiency.items():
             total += float(work.resources[name] / share) ** blend
         total = float(total ** (1.0 / blend))
-        for name, unit_s in self._added:
+        for name, unit_s in self.fit.added_s.items():
             total += unit_s * float(work.added[name])
         return total
 

@@ -13,8 +13,8 @@ and find its operands in L2, so bandwidths are fitted on footprints well beyond 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from math import inf, nan
+from functools import cache, lru_cache
+from math import inf
 from typing import NamedTuple
 
 from rlsim.cost.calibration import Reference, Residual
@@ -146,17 +146,13 @@ class ElementwiseKernel:
     """A norm, rotary embedding or activation. Work: a launch, and the bytes that it moves to and from memory."""
 
     def __init__(self, fit: KernelFit, reference: Reference) -> None:
-        self._kernel, self._rate = Kernel(fit, MEMORY_AXES), reference.memory_bytes_per_s
-        self._last = nan, self._kernel  # at the last number of tokens: all kernels of an iteration have the same
+        self._rate = reference.memory_bytes_per_s
+        self._kernel_at = lru_cache(1)(Kernel(fit, MEMORY_AXES).at)  # all kernels of an iteration have as many tokens
 
     def time_s(self, size_bytes: float, tokens: float) -> float:
         """Seconds over `tokens` tokens; no less than the data sheet allows."""
-        at, kernel = self._last
-        if at != tokens:
-            kernel = self._kernel.at(tokens)
-            self._last = tokens, kernel
         peak_s = size_bytes / self._rate
-        return max(kernel.time_s(Work({"memory": peak_s}, {"launches": 1.0}), size_bytes), peak_s)
+        return max(self._kernel_at(tokens).time_s(Work({"memory": peak_s}, {"launches": 1.0}), size_bytes), peak_s)
 
 
 # Attention with grouped queries ---------------------------------------------------------------------------------------

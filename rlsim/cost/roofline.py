@@ -116,7 +116,7 @@ class RooflineStep(StepCost):
         self._head = model.head(self._group_tp)
         self.head_s = cache(self._head_s)
         self._tokens_s = cache(self._of_tokens_s)
-        self._known_prefill_s: dict[Chunk, float] = {}
+        self._alone_s = cache(lambda chunk: self._together_s((chunk,)))
 
     def _as_run(self, layer: Layer) -> Layer:
         if isinstance(layer.mlp, Experts) and layer.mlp.experts in self._fused_shared:
@@ -294,13 +294,12 @@ class RooflineStep(StepCost):
         return time
 
     def _prefill_attention_s(self, chunks: Sequence[Chunk]) -> float:
-        known = self._known_prefill_s.get(chunks[0]) if len(chunks) == 1 else None
-        if known is not None:
-            return known
-        time = sum([count * kind.prefill_s(chunks) for count, kind in self._attentions])
         if len(chunks) == 1:  # the samples of a prompt, each on a replica of its own
-            self._known_prefill_s[chunks[0]] = time
-        return time
+            return self._alone_s(chunks[0])
+        return self._together_s(chunks)
+
+    def _together_s(self, chunks: Sequence[Chunk]) -> float:
+        return sum([count * kind.prefill_s(chunks) for count, kind in self._attentions])
 
 
 def step_cost(
