@@ -174,15 +174,17 @@ def kv_source(share: float) -> dict[str, Any]:
 
 
 def test_a_kv_cache_that_does_not_hold_the_batch_is_told_with_the_share_that_would() -> None:
-    """128 responses a replica of (512 +) 4,096 tokens, 131,072 bytes each: 34 GB on each of two GPUs."""
+    """128 responses a replica of 512 + 4,096 tokens, 131,072 bytes each: vLLM caches prefixes, and eight share a prompt."""
     (note,) = notes_on("KV cache", kv_source(0.4))
     numbers = [int(text.replace(",", "")) for text in re.findall(r"[\d,]{6,}", note)]
-    assert numbers[1] == 128 * 4096  # prompts are shared: vLLM caches prefixes
+    assert numbers[1] == 128 * (4096 + 512 // 8)
     assert numbers[2] == 128 * (4096 + 512)
     share = float(re.search(r"memory_utilization ([\d.]+) would", note)[1])  # type: ignore[index]
-    extra = (128 * 4096 - numbers[0]) * 65_536  # of KV on each of two GPUs
+    extra = (numbers[1] - numbers[0]) * 65_536  # of KV on each of two GPUs
     assert share == pytest.approx(0.4 + extra / (79.19 * 2**30), abs=0.012)  # a watermark of 1% of the pages
     assert not notes_on("KV cache", kv_source(share))
+    (alone,) = notes_on("KV cache", kv_source(0.4), {"workflow.prompts": 512, "workflow.responses": 1})
+    assert f"need about {128 * (4096 + 512):,} ({128 * (4096 + 512):,} if all" in alone  # nobody shares a prompt
     assert notes_on("KV cache", kv_source(share - 0.02))
     with pytest.raises(
         RlsimError, match=r"memory_utilization: 1 of a GPU is more than is free when vllm starts.*0\.99"

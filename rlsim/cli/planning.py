@@ -115,6 +115,8 @@ def _print(report: PlanReport) -> None:
         f"iteration: {found.cost_s:.2f} s ({how}); fullest GPU: "
         f"{report.peak_bytes / 1e9:.1f} of {space.gpu.memory_bytes / 1e9:.1f} GB"
     )
+    if any(call.kind == "reward" and not report.plan.of(call.name).gpus for call in space.workflow.calls):
+        say("rewards on CPUs, for which calls of a step may wait, are no part of the iteration")
     rate = found.evaluations / found.elapsed_s if found.elapsed_s else 0.0
     say(
         f"{found.method}: {found.evaluations:,} of {space.problem.space:.3g} plans judged in {found.elapsed_s:.1f} s "

@@ -320,7 +320,7 @@ def kv_note(placed: PlacedExperiment, tp: int) -> str:
     memory, shape = costs.memory(tp), kv_shape(costs.model, loaded.replica.attention_tp(tp // placed.rollout_pp))
     given = math.ceil(workflow.prompts * placed.responses * tp / gpus / placed.generation.micro_batches)
     running = min(given, engine.max_num_seqs)
-    prompt = float(loaded.prompt_lengths.mean()) * (not engine.enable_prefix_caching)
+    prompt = float(loaded.prompt_lengths.mean()) / (placed.responses if engine.enable_prefix_caching else 1)
     lengths = np.sort(loaded.response_lengths)
     at = np.linspace(0, len(lengths) - 1, 65).astype(int)
     left = 1.0 - at / len(lengths)  # of the responses when those of this length end
@@ -338,7 +338,7 @@ def kv_note(placed: PlacedExperiment, tp: int) -> str:
         return ""
     pages = running * each / shape.page_units / loaded.replica.attention_dp / (1 - engine.watermark)
     share = math.ceil(1000 * costs.share_for(tp, pages)) / 1000
-    enough = f"memory_utilization {share:g} would hold them"
+    enough = f"memory_utilization {share:g} would hold as much, not more long ones at once than in the mean"
     if share > MOST_SHARE:
         enough = f"no memory_utilization up to {MOST_SHARE} would hold them; a larger tp has room for more"
     mean, worst = (int(running * of * tokens) for of in (each, units(loaded.longest_sequence)))
