@@ -174,7 +174,7 @@ def kv_source(share: float) -> dict[str, Any]:
 
 
 def test_a_kv_cache_that_does_not_hold_the_batch_is_told_with_the_share_that_would() -> None:
-    """128 responses a replica of 512 + 4,096 tokens, 131,072 bytes each: vLLM caches prefixes, and eight share a prompt."""
+    """128 responses a replica of 512 + 4,096 tokens, 131,072 bytes each; eight share a prompt: vLLM caches prefixes."""
     (note,) = notes_on("KV cache", kv_source(0.4))
     numbers = [int(text.replace(",", "")) for text in re.findall(r"[\d,]{6,}", note)]
     assert numbers[1] == 128 * (4096 + 512 // 8)
