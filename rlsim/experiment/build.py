@@ -141,7 +141,7 @@ class LoadedExperiment:
             spec = self.drafts.speculation
             first = spec.under(Conditions())
             drafted = first.num_speculative_tokens
-            said = f"a step of {drafted} drafted tokens yields {first.yielded(drafted):.2f} of each response"
+            said = f"a step that drafts {drafted} tokens yields {first.yielded(drafted):.2f} of each response"
             since = ", less with each update since the draft was trained" if spec.drift else ""
             how = "in the mean of what is drawn" if spec.drawn else "as expected"
             notes[f"engine.speculation: {said}, {how}{since}"] = None
@@ -149,7 +149,7 @@ class LoadedExperiment:
         if not environment and self.experiment.environment != EnvironmentConfig():
             notes["environment has no effect: no response of the trace has turns"] = None
         if environment and environment.sandboxes is None and environment.workers is None:
-            notes["tool calls find a sandbox at once: environment.sandboxes and workers say how many there are"] = None
+            notes["a sandbox is there for each trajectory: environment.sandboxes and workers say how many there are"] = None
         groups, caches = self.experiment.engine.data_parallel_attention, self.experiment.engine.enable_prefix_caching
         if groups > 1 and caches:
             own = "each group of GPUs has a KV cache of its own, and rlsim does not say which one a response goes to"
