@@ -149,7 +149,7 @@ class LoadedExperiment:
         if not environment and self.experiment.environment != EnvironmentConfig():
             notes["environment has no effect: no response of the trace has turns"] = None
         if environment and environment.sandboxes is None and environment.workers is None:
-            notes["a sandbox is there for each trajectory: environment.sandboxes and workers say how many there are"] = None
+            notes["each trajectory has a sandbox: environment.sandboxes and workers say how many there are"] = None
         groups, caches = self.experiment.engine.data_parallel_attention, self.experiment.engine.enable_prefix_caching
         if groups > 1 and caches:
             own = "each group of GPUs has a KV cache of its own, and rlsim does not say which one a response goes to"
