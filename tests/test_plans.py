@@ -24,6 +24,7 @@ from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
+from rlsim.experiment.plan_report import search_plan
 from rlsim.experiment.planning import ENGINE_SHARES, PlanSpace
 from rlsim.experiment.result import Result
 from rlsim.experiment.simulator import Simulator
@@ -307,6 +308,16 @@ def test_generation_has_whole_parameters_where_training_shards_them() -> None:
     assert (calls_of.loc["weight_sync", "end_at"] > calls_of.loc["weight_sync", "start_at"]).all()
     assert (calls_of.loc["weight_sync", "gpus"] == 8).all()
     assert (calls_of.loc["old_log_prob_sync", "gpus"] == 0).all()
+
+
+def test_a_search_knows_the_critics_own_recomputation() -> None:
+    """All lengths are equal: the engine takes as long as the search says, and less than with the actor's."""
+    given = experiment(models=PPO["models"], training={"critic_recompute": "none"})
+    report = search_plan(given, evaluations=300)
+    steps = rlsim.run({**given, "systems": [{"name": "found", "use": report.as_parts}]}).steps
+    took_s = steps["step_time_s"].iloc[1]
+    assert took_s == pytest.approx(report.found.cost_s, rel=1e-6)
+    assert report.found.cost_s < search_plan(experiment(models=PPO["models"]), evaluations=300).found.cost_s
 
 
 def everywhere(**given: Any) -> dict[str, dict[str, Any]]:

@@ -179,7 +179,7 @@ def test_a_kv_cache_that_does_not_hold_the_batch_is_told_with_the_share_that_wou
     numbers = [int(text.replace(",", "")) for text in re.findall(r"[\d,]{6,}", note)]
     assert numbers[1] == 128 * (4096 + 512 // 8)
     assert numbers[2] == 128 * (4096 + 512)
-    share = float(re.search(r"memory_utilization ([\d.]+) would", note)[1])  # type: ignore[index]
+    share = float(re.search(r"memory_utilization ([\d.]+) has", note)[1])  # type: ignore[index]
     extra = (numbers[1] - numbers[0]) * 65_536  # of KV on each of two GPUs
     assert share == pytest.approx(0.4 + extra / (79.19 * 2**30), abs=0.012)  # a watermark of 1% of the pages
     assert not notes_on("KV cache", kv_source(share))

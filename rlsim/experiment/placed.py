@@ -184,13 +184,20 @@ class PlacedExperiment:
 
     def _with_critics_own(self, plan: Plan) -> Plan:
         """The plan with the critic's own recomputation, where the plan does not say another than the actor's."""
-        training, placements = self.loaded.experiment.training, dict(plan.placements)
-        for call in (call for call in self.workflow.calls if (call.model, call.kind) == ("critic", "train")):
+        usual, placements = self.style.recompute, dict(plan.placements)
+        for call in (call for call in self.workflow.calls if call.kind == "train"):
             at = plan.of(call.name)
-            if training.critic_recompute and at.strategy and at.strategy.recompute == training.recompute:
-                strategy = replace(at.strategy, recompute=training.critic_recompute)
+            if at.strategy and at.strategy.recompute == usual:
+                strategy = replace(at.strategy, recompute=self.style_of(call).recompute)
                 placements[call.name] = replace(at, strategy=strategy)
         return Plan(placements)
+
+    def style_of(self, call: Call) -> TrainStrategy:
+        """The switches of training as a call has them: the critic's recomputation may be its own."""
+        own = self.loaded.experiment.training.critic_recompute
+        if own is None or (call.model, call.kind) != ("critic", "train"):
+            return self.style
+        return replace(self.style, recompute=own)
 
     def _without_idle_syncs(self, plan: Plan) -> Plan:
         """The plan with no GPUs for weight syncs where every GPU has the weights that it needs already."""

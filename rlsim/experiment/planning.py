@@ -261,7 +261,7 @@ class PlanSpace:
             kept = [TrainStrategy(dp=dp, tp=tp, pp=pp) for dp, tp, pp in spread if self._pipelined or pp == 1]
             yield from self._generation(call, kept)
             return
-        style = self._placed.style
+        style = self._placed.style_of(call)
         for dp, tp, pp in spread:
             zero = style.zero_stage if pp == 1 else min(style.zero_stage, 1)
             most = math.gcd(dp, domain // tp) if self._context_parallel else 1

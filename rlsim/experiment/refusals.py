@@ -338,7 +338,7 @@ def kv_note(placed: PlacedExperiment, tp: int) -> str:
         return ""
     pages = running * each / shape.page_units / loaded.replica.attention_dp / (1 - engine.watermark)
     share = math.ceil(1000 * costs.share_for(tp, pages)) / 1000
-    enough = f"memory_utilization {share:g} would hold as much, not more long ones at once than in the mean"
+    enough = f"memory_utilization {share:g} has room for that mean; a replica of longer ones needs more"
     if share > MOST_SHARE:
         enough = f"no memory_utilization up to {MOST_SHARE} would hold them; a larger tp has room for more"
     mean, worst = (int(running * of * tokens) for of in (each, units(loaded.longest_sequence)))
