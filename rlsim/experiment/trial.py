@@ -231,6 +231,7 @@ def _check_responses(step: Responses, truth: np.ndarray, needed: int, actions: S
         raise ContractError(f"the step's batch has {trained} responses, not {needed}")
 
 
+@cache
 def batches(seed: int = 0) -> tuple[Batch, ...]:
     """What `check_policy` tries: a long tail, and batches in which there is little or nothing to decide."""
     rng = np.random.default_rng(seed)
