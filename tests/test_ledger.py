@@ -191,6 +191,10 @@ def test_what_the_cases_assume(tmp_path: Path) -> None:
     assert "experts under FSDP" not in known["24"]
     assert "kernel of FP8 experts" not in ledger_rows("24", tmp_path, **{"engine.precision": "fp8_block"})
     assert "experts under FSDP" in ledger_rows("24", tmp_path, model="qwen3-30b-a3b")
+    pcie = "collectives over PCIe"  # L40S's came from one board; A40's fit PAT's own node
+    assert pcie not in known["24"]
+    assert pcie in ledger_rows("24", tmp_path, cluster="8xl40s", calibration="l40s-vllm")
+    assert pcie not in ledger_rows("24", tmp_path, cluster="8xa40", calibration="a40-vllm")
 
 
 def test_a_trace_that_is_carried_beyond_its_facts_says_so(tmp_path: Path) -> None:
