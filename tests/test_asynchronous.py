@@ -224,3 +224,23 @@ def test_what_training_apart_gains_where_both_sides_take_as_long() -> None:
     ).summary().set_index("system")  # fmt: skip
     assert summary.loc["fully asynchronous", "token_speedup"] == pytest.approx(1.72, rel=0.12)
     assert (summary["token_speedup"] < 2.01).all()  # two sides that never wait are twice as fast at most
+
+
+def test_weights_that_are_ready_go_out_before_the_next_step_is_worked_on() -> None:
+    """One step off and bound by generation: training in one part is training on the whole, and GPUs that are lent are
+    back when generation has its weights."""
+    off, streams = {"tp": 1, "rollout_gpus": 4}, {"skewness_aware": False}
+    lent = [{"split": {"rollout_gpus": 4}}, {"verl": {"tp": 1}}, "async_reward", "lagged", "elastic_split"]
+    found = run(
+        {"name": "whole", "use": [{"one_step_off": off}]},
+        {"name": "one part", "use": [{"streamrl": {**off, **streams, "parts_per_step": 1}}]},
+        {"name": "lent", "use": lent},
+        cluster="8xh800", model="qwen2.5-1.5b", calibration="h800-vllm",
+        trace={"path": "deepscaler-llama-3.1-8b", "cap": "4K"}, training={"backend": "megatron"},
+        workflow={"prompts": 8, "responses": 4, "steps": 10, "reward": {"from_trace": False}},
+    )  # fmt: skip
+    whole, part, _ = (own["step_time_s"].to_numpy() for _, own in found.steps.groupby("system", sort=False))
+    assert part[1:] == pytest.approx(whole[1:], rel=1e-3)
+    calls = found.calls[found.calls["system"] == "lent"].set_index(["call", "step"])
+    for step in range(8):
+        assert calls.loc[("generate", step + 2), "start_at"] == calls.loc[("weight_sync", step), "end_at"]

@@ -16,12 +16,12 @@ from rlsim.workflow import Call
 Kind = Literal["train", "generate", "sync"]
 
 
-def served(first: set[int], then: Sequence[tuple[str, set[int], Kind]]) -> list[list[str]]:
-    """Who has GPUs at each turn: one call holds `first`, the others ask in this order; all that hold GPUs let go of
-    them at once, turn after turn."""
+def served(first: set[int], then: Sequence[tuple[str, set[int], Kind, int]]) -> list[list[str]]:
+    """Who has GPUs at each turn: one call holds `first`, the others ask in this order, each with its step; all that
+    hold GPUs let go of them at once, turn after turn."""
     pool = GpuPool(simpy.Environment())
     assert pool.acquire(first, "train").triggered
-    waiting = {name: (gpus, pool.acquire(gpus, kind)) for name, gpus, kind in then}
+    waiting = {name: (gpus, pool.acquire(gpus, kind, step)) for name, gpus, kind, step in then}
     held, turns = [first], []
     while waiting:
         pool.release({gpu for gpus in held for gpu in gpus})
@@ -41,19 +41,21 @@ def test_nobody_passes_a_call_that_waits_for_the_same_gpus_and_others_begin_toge
     assert [event.triggered for event in (both, one)] == [True, False]
     pool.release({0, 1})
     assert one.triggered
-    assert served({0, 1, 2}, [("a", {0}, "train"), ("b", {1, 2}, "train"), ("c", {2}, "train")]) == [["a", "b"], ["c"]]
+    asked: list[tuple[str, set[int], Kind, int]]
+    asked = [("a", {0}, "train", 0), ("b", {1, 2}, "train", 0), ("c", {2}, "train", 0)]
+    assert served({0, 1, 2}, asked) == [["a", "b"], ["c"]]
 
 
-def test_syncs_go_before_generations_that_wait_and_before_nobody_else() -> None:
-    asked: list[tuple[str, set[int], Kind]] = [
-        ("train", {0}, "train"),
-        ("generate", {0}, "generate"),
-        ("inference", {0}, "train"),
-        ("sync", {0}, "sync"),
-        ("second sync", {0}, "sync"),
+def test_syncs_go_before_calls_of_later_steps_that_wait_and_before_nobody_else() -> None:
+    asked: list[tuple[str, set[int], Kind, int]] = [
+        ("train", {0}, "train", 1),
+        ("generate", {0}, "generate", 2),
+        ("inference", {0}, "train", 1),
+        ("sync", {0}, "sync", 1),
+        ("second sync", {0}, "sync", 1),
     ]
     assert served({0}, asked) == [["train"], ["sync"], ["second sync"], ["generate"], ["inference"]]
-    asked: list[tuple[str, set[int], Kind]] = [("train", {0}, "train"), ("sync", {0}, "sync")]
+    asked = [("train", {0}, "train", 0), ("sync", {0}, "sync", 0)]
     assert served({0}, asked) == [["train"], ["sync"]]
     # One that generates already does not wait.
     pool = GpuPool(simpy.Environment())
@@ -64,18 +66,26 @@ def test_syncs_go_before_generations_that_wait_and_before_nobody_else() -> None:
 
 
 def test_a_guest_goes_after_all_who_want_its_gpus_and_gets_nothing_once_it_waits_no_more() -> None:
-    pool = GpuPool(simpy.Environment())
+    pool = GpuPool(env := simpy.Environment())
     pool.acquire({0, 1}, "generate")
     guest, later = pool.acquire({0, 1}, "train", guest=True), pool.acquire({1}, "train")
     pool.release({0, 1})
+    env.run(1)
     assert (guest.triggered, later.triggered) == (False, True)
     pool.release({1})
+    next_one = pool.acquire({0}, "generate")  # at the same moment
+    env.run(2)
+    assert (guest.triggered, next_one.triggered) == (False, True)
+    pool.release({0})
+    env.run(3)
     assert guest.triggered
-    pool = GpuPool(simpy.Environment())
+    pool = GpuPool(env := simpy.Environment())
     pool.acquire({0}, "generate")
     both, one = (pool.acquire(gpus, "train", guest=True) for gpus in ({0, 1}, {1}))
+    env.run(1)
     assert not one.triggered
     pool.withdraw(both)
+    env.run(2)
     assert one.triggered
     pool.release({0})
     assert pool.acquire({0}, "train").triggered

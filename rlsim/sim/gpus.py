@@ -1,9 +1,9 @@
 """Who has which GPUs: calls, which hold them alone, or generation, which borrows those of training; costs there.
 
-A call starts when every GPU of its mesh is free: first come, first served, but for weight syncs: one goes before the
-generations that wait. Where steps overlap, the next generation may have waited for longer than the sync of an earlier
-step, and that step's trainer would stand still for as long as it takes. (Without overlap no generation can wait while
-weights are still to come.) And but for guests: who only borrows GPUs that others leave idle goes after all of these.
+A call starts when every GPU of its mesh is free: first come, first served, but for weight syncs: one goes before calls
+of later steps that wait. Where steps overlap, these may have waited for longer, and the trainer of the earlier step, or
+the generation that its weights are for, would stand still for as long as they take. And but for guests: who borrows GPUs
+that others leave idle goes after all of these, and after all who ask at the same moment.
 
 `rlsim.sim.elastic` has training's replicas on GPUs of generation, this file generation's *hybrid* replicas on those of
 training, while training waits for its batch. A control says when they come (`Borrow`) and go (`Release`).
@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from math import inf
 from operator import attrgetter
 from typing import Literal, NamedTuple, Protocol
@@ -22,6 +23,7 @@ import simpy
 
 from rlsim.cost.step import StepCost
 from rlsim.cost.transfer import IN_PLACE, HostKv, SwitchCost, SwitchWay
+from rlsim.sim.moment import IDLE, when_over
 from rlsim.workflow.graph import CallKind
 
 KvHandling = Literal["migrate", "recompute"]
@@ -67,36 +69,31 @@ class _Waiting(NamedTuple):
     rank: tuple[float, int, int]  # its place in the order of all that wait
     gpus: frozenset[int]
     granted: simpy.Event
+    step: float
 
 
 class GpuPool:
-    """Hands out sets of GPUs. Calls that want none of the GPUs that a call waits for pass it, and weight syncs do."""
+    """Hands out sets of GPUs. A call is passed by those that want none of its GPUs, and by syncs of earlier steps."""
 
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
         self._busy: set[int] = set()
         self._calls = 0
         self._queues: defaultdict[int, list[_Waiting]] = defaultdict(list)  # by GPU, in the order of ranks
-        self._generations: dict[simpy.Event, _Waiting] = {}  # those that wait
         self.on_wait: Callable[[frozenset[int]], None] | None = None  # is told what a call waits for, as it begins to
 
-    def acquire(self, gpus: Iterable[int], kind: CallKind, *, guest: bool = False) -> simpy.Event:
-        """An event that fires when all of `gpus` are the caller's, a call of that kind; at once if they are free.
+    def acquire(self, gpus: Iterable[int], kind: CallKind, step: float = inf, *, guest: bool = False) -> simpy.Event:
+        """An event that fires when all of `gpus` are the caller's, of that kind and step; at once if they are free.
 
-        A `guest` waits behind everybody else, who may ask later than it does; `withdraw` ends its wait.
+        A `guest` waits behind everybody else, who may ask later in this moment or its wait; `withdraw` ends that.
         """
         self._calls += 1
-        rank: tuple[float, int, int] = (self._calls, 1, 0)
-        if guest:
-            rank = (inf, 1, self._calls)
-        elif kind == "sync" and self._generations:
-            rank = (min(map(_rank, self._generations.values()))[0], 0, self._calls)
-        call = _Waiting(rank, frozenset(gpus), self._env.event())
-        for gpu in call.gpus:
+        wanted, sync, place = frozenset(gpus), kind == "sync", inf if guest else self._calls
+        passed = [call.rank[0] for gpu in wanted for call in self._queues[gpu] if sync and call.step > step]
+        call = _Waiting((min([place, *passed]), not sync, self._calls), wanted, self._env.event(), step)
+        for gpu in wanted:
             insort(self._queues[gpu], call, key=_rank)
-        if kind == "generate":
-            self._generations[call.granted] = call
-        self._grant(call)
+        self._turn(call)
         if self.on_wait and not call.granted.triggered:
             self.on_wait(call.gpus)
         return call.granted
@@ -123,16 +120,21 @@ class GpuPool:
         # Only a call that is the first to want each of its GPUs can have them.
         firsts = {queue[0].rank: queue[0] for gpu in freed if (queue := self._queues[gpu])}
         for rank in sorted(firsts):
-            self._grant(firsts[rank])
+            self._turn(firsts[rank])
+
+    def _turn(self, call: _Waiting) -> None:
+        if call.rank[0] < inf:
+            self._grant(call)
+        else:
+            when_over(self._env, IDLE, partial(self._grant, call))
 
     def _grant(self, call: _Waiting) -> None:
         """Give the call its GPUs if they are free and nobody else waits for one of them before it."""
         queues = [self._queues[gpu] for gpu in call.gpus]
-        if self._busy.isdisjoint(call.gpus) and all(queue[0] is call for queue in queues):
+        if self._busy.isdisjoint(call.gpus) and all(queue and queue[0] is call for queue in queues):
             for queue in queues:
                 del queue[0]
             self._busy |= call.gpus
-            self._generations.pop(call.granted, None)
             call.granted.succeed()
 
 
@@ -192,7 +194,7 @@ class Borrowing:
         return Borrowable(sum(len(gpus) // self.there.tp for gpus in self.there.mesh), self.there.load_s)
 
     def take(self) -> None:
-        self._pool.acquire(self._gpus, "generate", guest=True)
+        self._pool.acquire(self._gpus, "generate")
         self._since, self.loading = dict.fromkeys(self._gpus, self._env.now), True
 
     def give_back(self, gpus: Iterable[int]) -> None:

@@ -17,6 +17,7 @@ from rlsim.sim.control import ScoringReport
 from rlsim.sim.elastic import ElasticCall
 from rlsim.sim.flow import Flow, Inbox, closed
 from rlsim.sim.generation import StepGeneration
+from rlsim.sim.moment import until_over
 from rlsim.sim.open_generation import OpenGeneration
 from rlsim.sim.outcome import CallRecord, Outcome, Parts, Ran
 from rlsim.sim.recorder import Recorder
@@ -147,7 +148,7 @@ class _Run(Machine):
     ) -> _Process[Ran]:
         """All of a call, or its work on one of so many windows of the batch, on all its GPUs."""
         self._begins(call, step)
-        yield self.pool.acquire(placement.gpus, call.kind)
+        yield self.pool.acquire(placement.gpus, call.kind, step)
         samples = self.steps[step].trained_on(self.takes[call.name]) if window is None else window
         start_at, parts = self.env.now, self._parts(call, placement, samples, windows)
         yield from self._occupy(call, step, placement.gpus, parts)
@@ -165,7 +166,7 @@ class _Run(Machine):
         """The generation stage of a step, from whose start on the judge has its GPUs."""
         judging = () if step in self.judged else self.judging  # which the first that generates brings
         self.judged.add(step)
-        yield self.pool.acquire((*placement.gpus, *judging), call.kind)
+        yield self.pool.acquire((*placement.gpus, *judging), call.kind, step)
         start_at = self.env.now
         if judging:
             self.env.process(self._keep_for_judge(step))
@@ -190,7 +191,7 @@ class _Run(Machine):
         calls = self.what.workflow.calls
         rollout = {gpu for c in calls if c.kind == "generate" for gpu in self.what.plan.of(c.name).gpus}
         own = tuple(gpu for gpu in placement.gpus if gpu not in rollout)
-        yield self.pool.acquire(own, call.kind)
+        yield self.pool.acquire(own, call.kind, step)
         if generation.relays:
             relay, start_at = self.what.times.relay(call), self.env.now
             parts: Parts = (("weights", relay.push_s),)
@@ -238,7 +239,7 @@ class _Run(Machine):
         yield work.done
         state.flow.close(call.name)
         if finish := tuple(work.finish):
-            yield self.pool.acquire(placement.gpus, call.kind)
+            yield self.pool.acquire(placement.gpus, call.kind, step)
             yield from self._occupy(call, step, placement.gpus, finish)
         _add(work.parts_s, finish)
         return Ran(min(work.started_at, self.env.now), tuple(work.parts_s.items()), tuple(work.samples), ready_at)
@@ -264,6 +265,7 @@ class _Run(Machine):
             if self.what.workflow.group_advantage:
                 end = _end_of_prompt(inbox.samples, end)
             samples, taken = inbox.samples[taken:end], end
+            yield from until_over(env)  # weights that are ready at this moment go out before responses are used
             if self.what.workflow.elastic and call.kind == "train":
                 work = self._elastic(closed(env, samples), call, step, placement)
             else:
@@ -283,7 +285,7 @@ class _Run(Machine):
         yield inbox.first
         ready_at = env.now
         if not placement.shared:
-            yield self.pool.acquire(placement.gpus, call.kind)
+            yield self.pool.acquire(placement.gpus, call.kind, step)
         start_at, beside = env.now, self._beside(placement, step)
         served = self._served(engine, call, step, placement, beside)
         scorer = state.scorers[call.name] = StreamingScorer(*served, beside.share if beside else None)
