@@ -52,14 +52,16 @@ def test_rates_count_trained_work_of_steady_steps() -> None:
 
 def test_how_long_a_single_response_is_left() -> None:
     """Between the last and the last but one of a batch, of a generation that its first response begins."""
-    found = rlsim.run(SMALL)
-    for (seed, step), own in found.responses.groupby(["seed", "step"]):
-        finished = own["finish_at"].sort_values().to_numpy()
-        (row,) = found.steps.query(f"seed == {seed} and step == {step}").to_dict("records")
+    endless = {"name": "scored by the sample", "use": [{"areal": {"tp": 1, "eta": 0, "rollout_gpus": 4}}]}
+    found = rlsim.run({**SMALL, "systems": [*SMALL["systems"], endless]})
+    for (system, seed, step), own in found.responses.groupby(["system", "seed", "step"]):
+        finished = own.loc[own["trained"], "finish_at"].sort_values().to_numpy()
+        (row,) = found.steps.query(f"system == '{system}' and seed == {seed} and step == {step}").to_dict("records")
         assert row["one_left_s"] == pytest.approx(finished[-1] - finished[-2])
         assert row["one_left_fraction"] == pytest.approx(row["one_left_s"] / row["gen_time_s"])
-    shares = found.steps["one_left_s"].sum() / found.steps["gen_time_s"].sum()
-    assert found.summary()["one_left_fraction"].tolist() == pytest.approx([shares])
+    times = found.steps.groupby("system", sort=False)[["one_left_s", "gen_time_s"]].sum()
+    shares = times["one_left_s"] / times["gen_time_s"]
+    assert found.summary()["one_left_fraction"].tolist() == pytest.approx(shares.tolist())
 
 
 # A system that trains on less ----------------------------------------------------------------------------------------

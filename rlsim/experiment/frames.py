@@ -153,7 +153,7 @@ def _steps(outcome: Outcome, bound: GenerationBound | None) -> list[dict[str, An
             rewards=Stretches.merged((c.start_at, c.end_at) for c in calls[step] if c.kind == "reward"),
             began=began,
             ended=ended,
-            alone_at=np.clip(finished[-2], began, ended) if len(finished) > 1 else began,
+            alone_s=float(np.diff(np.clip([began, *finished][-2:], began, ended)).sum()),
             p90_at=finished[max(int(np.ceil(0.9 * len(finished))) - 1, 0)] if len(finished) else ended,
             bound_s=bound_s,
             behind=behind,

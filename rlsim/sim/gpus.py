@@ -2,8 +2,8 @@
 
 A call starts when every GPU of its mesh is free: first come, first served, but for weight syncs: one goes before calls
 of later steps that wait. Where steps overlap, these may have waited for longer, and the trainer of the earlier step, or
-the generation that its weights are for, would stand still for as long as they take. And but for guests: who borrows GPUs
-that others leave idle goes after all of these, and after all who ask at the same moment.
+the generation that its weights are for, would stand still for as long as they take. And but for guests, who borrow what
+others leave idle: they go after all of these, and after all who ask at the same moment.
 
 `rlsim.sim.elastic` has training's replicas on GPUs of generation, this file generation's *hybrid* replicas on those of
 training, while training waits for its batch. A control says when they come (`Borrow`) and go (`Release`).
