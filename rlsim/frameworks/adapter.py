@@ -60,7 +60,7 @@ def adapted(
     longest = trace["max_model_len"].value if "max_model_len" in trace else None
     reading.facts |= {"max_tokens": limits["max_num_batched_tokens"], "max_len": longest}
     parts.add_mapped(reading, draft, actor)
-    more = parts.filtering(config, draft, filter_by)
+    more = parts.batching(reading, draft, filter_by)
     apart, tp = bool(reading.fact("apart")), said["tp"]
     policy, rollout = reading.fact("policy") or "", reading.fact("rollout") if apart else 0
     over_nodes = tp.value > machines.domain_gpus

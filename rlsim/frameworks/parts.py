@@ -320,12 +320,19 @@ def add_engine(config: Settings, draft: Draft, engine: str, gpu: Gpu, use: Use =
             entries[limit] = config.entry(limit)
 
 
-def filtering(config: Settings, draft: Draft, name: str) -> list[Any]:
-    """The part of every system that drops prompts by their rewards, if a setting does ("": none)."""
-    if not name:
-        return []
-    draft.notes.append(f"{config.where(name)}: dynamic_sampling in every system")
-    return ["dynamic_sampling"]
+def batching(reading: Reading, draft: Draft, name: str) -> list[Any]:
+    """The parts of every system that drop prompts by their rewards, if the setting of this name does ("": none), and
+    that launch others than those of a step."""
+    launched = reading.entries("gen_batches")
+    found: list[Any] = []
+    if name:
+        found.append("dynamic_sampling")
+        draft.notes.append(f"{reading.config.where(name)}: dynamic_sampling in every system")
+    if launched:
+        found.append({"gen_batches": {key: entry.value for key, entry in launched.items()}})
+        where, prompts = joined(*(entry.comment for entry in launched.values())), launched["prompts"].value
+        draft.notes.append(f"{where}: gen_batches in every system, {prompts:,} prompts at a time")
+    return found
 
 
 def unlike_of(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from pydantic import Field
+
 from rlsim.base.schema import Schema
 from rlsim.errors import ConfigError
-from rlsim.sim.batching import Batching
-from rlsim.sim.control import ControlContext, RolloutControl
+from rlsim.sim.batching import Batching, PromptFeed
+from rlsim.sim.control import ControlContext, Launch, RolloutControl
 
 
 class VeRL(Schema, RolloutControl):
@@ -33,3 +35,29 @@ class DynamicSampling(Schema, Batching):
     def counts(self, rewards: Sequence[float]) -> bool:
         """Only prompts whose rewards differ."""
         return max(rewards) > min(rewards)
+
+
+class GenBatches(Schema, Batching):
+    """Launch prompts by whole batches of `prompts` (default: a step's), another when too few of the last ones count.
+
+    With `together` each is generated to its end before that is decided, by the order of its prompts, as frameworks do
+    that generate call by call (veRL's `gen_batch_size`, NeMo-RL's `batch_multiplier`, SkyRL); without it what is too
+    much is given up once the batch is complete (slime's `over-sampling-batch-size`).
+    """
+
+    prompts: int | None = Field(default=None, ge=1)
+    together: bool = True
+
+    @property
+    def decides_together(self) -> bool:
+        return self.together
+
+    def launch(self, feed: PromptFeed) -> Launch:
+        """The first of these batches; raises `ConfigError` if it is smaller than a step's."""
+        if (self.prompts or feed.prompts) < feed.prompts:
+            raise ConfigError(f"gen_batches.prompts: {self.prompts} are fewer than the {feed.prompts} of a step")
+        return self.more(0, feed)
+
+    def more(self, missing: int, feed: PromptFeed) -> Launch:  # noqa: ARG002
+        """Another."""
+        return Launch(feed.take(self.prompts or feed.prompts), feed.responses)

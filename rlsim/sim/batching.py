@@ -91,6 +91,11 @@ class Batching(Hooked):
         return type(self).ends is not Batching.ends
 
     @property
+    def decides_together(self) -> bool:
+        """Whether it is decided on all prompts of a step once each is finished, by their order, and not as they are."""
+        return False
+
+    @property
     def launcher(self) -> Batching:
         """The batching that says what to launch, what to keep and when generation ends."""
         return self
@@ -230,6 +235,7 @@ class StepBatch(RolloutControl):
         self._groups: dict[int, _Group] = {}
         self._of: dict[int, _Group] = {}  # by request
         self._news: dict[int, _Group] = {}
+        self._settled: dict[int, _Group] = {}  # where it is decided on all together
         self._unfinished: dict[int, Prompt] = {}  # those of the groups that are not decided
         self._complete = self._dropped = 0
         self._generated = self._finished = 0  # responses that the step generates, and those of them that are whole
@@ -335,19 +341,36 @@ class StepBatch(RolloutControl):
     def accepted(self) -> Set[int] | None:
         return None if self.certain else self._accepted
 
+    def _decided_on(self) -> Iterator[_Group]:
+        """Those on which it is to be decided now, of which there is news."""
+        news, self._news = self._news, {}
+        if self._launcher.decides_together:
+            self._settled |= {at: group for at, group in news.items() if self._is_settled(group)}
+            if len(self._settled) < len(self._unfinished):
+                return iter(())
+            news, self._settled = dict(sorted(self._settled.items())), {}
+        return iter(news.values())
+
+    def _is_settled(self, group: _Group) -> bool:
+        """Whether it is known whether the prompt counts: its responses are there and scored, or can never be."""
+        needed = self._feed.responses
+        if len(group.finished) + len(group.left) < needed:
+            return True
+        batch = group.finished[:needed]
+        return len(batch) == needed and not (self._batching.needs_rewards and any(not r.scored for r in batch))
+
     def _decide(self) -> Iterator[Action]:
         needed = self._feed.responses
-        news, self._news = self._news, {}
-        for group in news.values():
+        for group in self._decided_on():
             enough = len(group.finished) + len(group.left) >= needed
             if group.decided or (enough and len(group.finished) < needed):
                 continue
             if group.left:
                 yield Surplus(tuple(sorted(group.left)))
                 group.left.clear()
-            batch = group.finished[:needed]
-            if enough and self._batching.needs_rewards and not all(request.scored for request in batch):
+            if not self._is_settled(group):
                 continue
+            batch = group.finished[:needed]
             group.decided = True
             del self._unfinished[group.prompt.position]
             if not enough or not self._batching.counts([request.reward for request in batch]):

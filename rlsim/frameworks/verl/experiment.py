@@ -217,7 +217,7 @@ def _models(config: VerlSettings, draft: Draft, options: Options) -> None:
 def _systems(
     config: VerlSettings, reading: Reading, draft: Draft, tp: int, apart: Apart | None, *, over_nodes: bool
 ) -> None:
-    more = parts.filtering(config, draft, "filters" if config.flag("filters") else "")
+    more = parts.batching(reading, draft, "filters" if config.flag("filters") else "")
     if apart is not None:
         if beside := reading.fact("beside"):
             until = {key: entry.value for key, entry in reading.entries(beside).items()}
