@@ -175,7 +175,7 @@ def test_what_the_cases_assume(tmp_path: Path) -> None:
     assert all(usual <= set(rows) for rows in known.values())
     assert {case for case, rows in known.items() if "linear attention, Mamba" in rows} == {"09", "10"}
     assert {case for case, rows in known.items() if "network between nodes" in rows} == {"16"}
-    assert not any("offloaded states in" in rows for rows in known.values()), "veRL's are pageable"
+    assert not any("offloaded states in" in rows for rows in known.values()), "veRL's code says"
     assert {case for case, rows in known.items() if "context skew" in rows} >= {"10"}
     assert known["12"]["response lengths"] == "aime-r1-distill-like: mean 6,422 tokens"
     given = {"costs": {"recurrent": 12}, "workflow.reward.time_per_response": "1 ms", "trace.path": "rollpacker-math"}

@@ -341,7 +341,7 @@ def test_verl_says_whether_rotary_embeddings_are_fused(tmp_path: Path) -> None:
     given = ["actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.megatron.optimizer_offload=True"]
     for more, fused in (([], False), ([f"+{key}=True"], None), ([f"+{key}=False"], False)):
         training = draft_of(tmp_path, *given, *more, model="qwen3-30b-a3b").data()["training"]
-        assert (training.get("fused_rope"), training["host_memory"]) == (fused, "pageable")
+        assert (training.get("fused_rope"), training["host_memory"]) == (fused, "pinned")
 
 
 def test_published_iterations_of_megatron_core_are_near() -> None:

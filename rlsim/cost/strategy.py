@@ -15,7 +15,7 @@ Recompute = Literal["none", "selective", "full"]
 GradientType = Literal["fp32", "bf16"]
 WeightType = Literal["fp32", "bf16"]
 Packing = Literal["balanced", "first_fit"]
-HostMemory = Literal["pinned", "pageable", "saver"]
+HostMemory = Literal["pinned", "pageable", "pageable_weights", "saver"]
 Logits = Literal["bf16", "fp32", "torch", "fused"]
 AttentionKernel = Literal["flash_attention_2", "flash_attention_3", "cudnn"]
 

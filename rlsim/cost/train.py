@@ -461,8 +461,9 @@ class TrainCost:
         """Seconds to bring this GPU's weights, and with `backward` the optimizer's states, in from host memory or out
         to it; 0 without offload.
 
-        Weights are bf16, of FSDP fp32 shards that are as pageable as the states; Megatron's have a pinned buffer
-        (`offload_to_cpu`). torch_memory_saver parks all that training has allocated, gradients too.
+        Weights are bf16, of FSDP fp32 shards that are as pageable as the states, or alone (`pageable_weights`);
+        Megatron's have a pinned buffer (`offload_to_cpu`). torch_memory_saver parks all that training has allocated,
+        gradients too.
         """
         strategy, host = self.strategy, self.cluster.host
         if not strategy.offload:
@@ -474,8 +475,9 @@ class TrainCost:
             states += on_gpus / (spread.sharded_over if strategy.zero_stage >= 1 else 1)
             states += saver * strategy.gradient_bytes * local / (spread.sharded_over if strategy.zero_stage >= 2 else 1)
         states *= self._trained
-        slow = (states + weights * (saver or strategy.fsdp)) * (saver or strategy.host_memory == "pageable")
-        slow_s = allocated_copy_s(slow, host, strategy.host_memory, out=out)
+        pageable = strategy.fsdp and strategy.host_memory.startswith("pageable")
+        slow = states * (saver or strategy.host_memory == "pageable") + weights * (saver or pageable)
+        slow_s = allocated_copy_s(slow, host, "saver" if saver else "pageable", out=out)
         return host_copy_s(weights + states - slow, host) + slow_s
 
     @cached_property

@@ -31,11 +31,11 @@ def host_copy_s(bytes_per_gpu: float, host: Link) -> float:
 #: NeMo-RL's `offload_before_refit` on H100 (4.94 GB of Qwen2.5-0.5B's states, ten bytes a parameter), and a copy to
 #: memory that was there before (github.com/NVIDIA-NeMo/RL issue 3976). Saver: torch_memory_saver on L20, which
 #: allocates pinned memory for each pause and frees it (fzyzcjy/torch_memory_saver issue 111: 2.41 and 5.32 GiB/s).
-ALLOCATED_BYTES_PER_S = {"pinned": (math.inf, math.inf), "pageable": (1.8e9, 16.1e9), "saver": (2.59e9, 5.71e9)}
+ALLOCATED_BYTES_PER_S = {"pageable": (1.8e9, 16.1e9), "saver": (2.59e9, 5.71e9)}
 
 
 def allocated_copy_s(bytes_per_gpu: float, host: Link, kind: str, *, out: bool) -> float:
-    """As `host_copy_s`, out to memory that is allocated for it or back in."""
+    """As `host_copy_s`, out to memory of that kind that is allocated for it or back in."""
     return max(bytes_per_gpu / ALLOCATED_BYTES_PER_S[kind][not out], host_copy_s(bytes_per_gpu, host))
 
 

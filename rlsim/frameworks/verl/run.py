@@ -228,7 +228,7 @@ def _strategies(
         "gradients": logged["gradients"],
         "attention": "flash_attention_3" if not megatron and find.logged("attention") == "flash_attention_3" else own,
         "fused_rope": not megatron or bool(find.logged("rope_fusion")),
-        "host_memory": "pageable",
+        "host_memory": "pageable_weights" if find.logged("strategy") == "fsdp2" else "pinned",
         "logits": logits_of(backend, bool(find.logged("fused"))),
         "looped_experts": not megatron,
         "expert_imbalance": EXPERT_IMBALANCE,
