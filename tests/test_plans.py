@@ -320,6 +320,25 @@ def test_a_search_knows_the_critics_own_recomputation() -> None:
     assert report.found.cost_s < search_plan(experiment(models=PPO["models"]), evaluations=300).found.cost_s
 
 
+def test_the_critic_has_epochs_micro_batches_and_states_of_its_own() -> None:
+    """Colocated PPO: each key changes what the critic's calls take, and nobody else's."""
+
+    def seconds(**training: Any) -> Any:
+        calls = rlsim.run(experiment(models=PPO["models"], training={"offload": True, "pp": 2, **training})).calls
+        first = calls[calls["step"] == 0].set_index("call")
+        return first["end_at"] - first["start_at"]
+
+    usual, twice, resident = seconds(), seconds(critic_epochs=2), seconds(critic_offload=False)
+    single = seconds(critic_micro_batch_sequences=1)
+    others = [name for name in usual.index if name not in ("train_critic", "values")]
+    for changed in (twice, resident, single):
+        assert changed[others].tolist() == pytest.approx(usual[others].tolist())
+    assert 1.3 * usual["train_critic"] < twice["train_critic"] < 2 * usual["train_critic"], "states come in once"
+    assert (resident["values"] < usual["values"], resident["train_critic"] < usual["train_critic"]) == (True, True)
+    assert single["train_critic"] < usual["train_critic"], "more micro-batches leave smaller bubbles"
+    assert seconds(critic_micro_batch_tokens=4096).tolist() == pytest.approx(usual.tolist())
+
+
 def everywhere(**given: Any) -> dict[str, dict[str, Any]]:
     """Calls of GRPO that all have this in the plan."""
     return {"generate": {"tp": 2}} | dict.fromkeys(("old_log_prob", "ref_log_prob", "train"), given)

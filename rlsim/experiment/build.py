@@ -211,7 +211,7 @@ class LoadedExperiment:
     @cached_property
     def batch(self) -> BatchSize:
         spec, capped, training = self.experiment.workflow, self._cut[0], self.experiment.training
-        counted = training.micro_batch_sequences or training.log_prob_micro_batch_sequences
+        counted = any(getattr(training, f"{of}micro_batch_sequences") for of in ("", "log_prob_", "critic_"))
         return BatchSize(
             spec.prompts * spec.responses,
             float(self.prompt_lengths.mean()) + float(capped.mean()),

@@ -183,21 +183,27 @@ class PlacedExperiment:
         return beside_generation(self._with_critics_own(plan), workflow, self._streamed)
 
     def _with_critics_own(self, plan: Plan) -> Plan:
-        """The plan with the critic's own recomputation, where the plan does not say another than the actor's."""
-        usual, placements = self.style.recompute, dict(plan.placements)
-        for call in (call for call in self.workflow.calls if call.kind == "train"):
-            at = plan.of(call.name)
-            if at.strategy and at.strategy.recompute == usual:
-                strategy = replace(at.strategy, recompute=self.style_of(call).recompute)
-                placements[call.name] = replace(at, strategy=strategy)
+        """The plan with the critic's own switches, where the plan does not say others than the actor's."""
+        usual, placements = self.style, dict(plan.placements)
+        for call in self.workflow.calls:
+            if (strategy := plan.of(call.name).strategy) and (own := self._own_of(call)):
+                own = {name: own[name] for name in own if getattr(strategy, name) == getattr(usual, name)}
+                placements[call.name] = replace(plan.of(call.name), strategy=replace(strategy, **own))
         return Plan(placements)
 
+    def _own_of(self, call: Call) -> dict[str, Any]:
+        """The switches that the critic has of its own, in training all, in inference where its weights are between."""
+        own = self.loaded.experiment.training.of_critic if call.model == "critic" else {}
+        return own if call.kind == "train" else {name: own[name] for name in own if name == "offload"}
+
     def style_of(self, call: Call) -> TrainStrategy:
-        """The switches of training as a call has them: the critic's recomputation may be its own."""
-        own = self.loaded.experiment.training.critic_recompute
-        if own is None or (call.model, call.kind) != ("critic", "train"):
-            return self.style
-        return replace(self.style, recompute=own)
+        """The switches of training as a call has them: some of the critic's may be its own."""
+        return replace(self.style, **self._own_of(call))
+
+    def epochs_of(self, call: Call) -> int:
+        """Passes of a training call over a step's batch."""
+        training = self.loaded.experiment.training
+        return (call.model == "critic" and training.critic_epochs) or training.epochs
 
     def _without_idle_syncs(self, plan: Plan) -> Plan:
         """The plan with no GPUs for weight syncs where every GPU has the weights that it needs already."""

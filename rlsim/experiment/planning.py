@@ -216,7 +216,7 @@ class PlanSpace:
     def _copy_bytes(self, target: str, pair: tuple[list[Layout], list[Layout]]) -> PairTimes | None:
         """What a trained model's inference keeps of its own; nothing where training has just these weights."""
         call = self.workflow.call(target)
-        if call.kind != "inference" or self._placed.style.offload:
+        if call.kind != "inference" or self._placed.style_of(call).offload:
             return None
         model = self._loaded.models[call.model]
 
@@ -307,7 +307,7 @@ class PlanSpace:
                     self._least_bytes[call.name] = min(needed, self._least_bytes.get(call.name, needed))
                     continue
                 if call.kind == "train":
-                    time = cost.train_s(self._lengths(call), training.mini_batches, training.epochs)
+                    time = cost.train_s(self._lengths(call), training.mini_batches, self._placed.epochs_of(call))
                 else:
                     time = cost.forward_s(self._lengths(call))
                 yield Candidate(strategy, time.total_s, kept, working)

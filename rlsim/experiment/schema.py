@@ -158,6 +158,10 @@ class TrainingSpec(Schema):
     sequence_parallel: bool = True
     recompute: Recompute = "full"
     critic_recompute: Recompute | None = None
+    critic_offload: bool | None = None
+    critic_micro_batch_tokens: Annotated[Tokens, Field(ge=1)] | None = None
+    critic_micro_batch_sequences: int | None = Field(default=None, ge=1, le=1_000_000)
+    critic_epochs: int | None = Field(default=None, ge=1, le=1000)
     packing: Packing = "balanced"
     logits: Logits | None = None
     attention: AttentionKernel | None = None
@@ -171,6 +175,13 @@ class TrainingSpec(Schema):
     cpu_optimizer_rate: BytesPerSecond = Field(default=2e11, gt=0)
     mini_batches: int = Field(default=1, ge=1, le=10_000)
     epochs: int = Field(default=1, ge=1, le=1000)
+
+    @property
+    def of_critic(self) -> dict[str, Any]:
+        """What the critic's training has of its own, by the names that the actor's has."""
+        names = ("recompute", "offload", "micro_batch_tokens", "micro_batch_sequences")
+        found = {name: own for name in names if (own := getattr(self, f"critic_{name}")) is not None}
+        return {"micro_batch_sequences": None, **found} if "micro_batch_tokens" in found else found
 
     @property
     def kinds(self) -> dict[str, Any]:

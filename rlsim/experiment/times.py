@@ -62,7 +62,7 @@ class ExperimentTimes:
         cost = calls.of(call.model, placement.spread, placement.gpus[0])
         lengths = self._lengths(samples)
         if call.kind == "train":
-            time = cost.train_s(lengths, self._training.mini_batches // windows, self._training.epochs)
+            time = cost.train_s(lengths, self._training.mini_batches // windows, self._placed.epochs_of(call))
             time *= self._placed.trained_along(call)
         else:
             time = cost.forward_s(lengths)

@@ -370,7 +370,7 @@ def note_refusals(
 
 
 def finish(
-    config: Settings, draft: Draft, options: Options, sources: Sequence[str], *titles: Any, unread: str = ""
+    config: Settings, draft: Draft, options: Options, sources: Sequence[str], *titles: Any, unread: tuple[str, ...] = ()
 ) -> Draft:
     """The draft with its heading, its keys in the order of the schema, and the first name among `titles`, if any.
 

@@ -92,7 +92,8 @@ def from_verl(sources: Sequence[str], options: Options, version: str = VERSIONS[
     parts.add_memory(draft, share, options.folder, apart=apart is not None)
     draft.notes += [note for note in settings.notes if "enforce_eager" not in note]
     named = config.told(ANYTHING, "trainer.experiment_name")
-    return parts.finish(config, draft, options, sources, named, config.name, unread="actor_rollout_ref.")
+    unread = ("actor_rollout_ref.", "reward.", *(["critic."] if reading.facts["algorithm"] == "ppo" else ()))
+    return parts.finish(config, draft, options, sources, named, config.name, unread=unread)
 
 
 def _facts(config: VerlSettings, settings: RunSettings, machines: Cluster, apart: Apart | None) -> dict[str, Any]:
