@@ -578,15 +578,18 @@ def test_the_written_yaml_is_the_changed_configuration(tmp_path: Path) -> None:
     assert (after.engine.graphs, after.workflow.responses, after.workflow.prompts) == (False, 2, 16)
 
 
-def log_of(folder: Path, factor: float, steps: int = 12) -> Path:
-    """A log of steps that take `factor` times what a run of the script is predicted to take."""
-    configuration = Configuration("verl", (str(script(folder)),), Options(Path(), "h100"))
+def log_of(folder: Path, factor: float, *more: str, steps: int = 12) -> Path:
+    """A log of steps that take `factor` times what a run of the script is predicted to take, a critic's in parts."""
+    configuration = Configuration("verl", (str(script(folder)), *more), Options(Path(), "h100"))
     means = tried(configuration, {}, Run(0)).means
+    actor_s, critic = means["train_time_s"], bool(means["values_s"])
     lines = []
     for step in range(1, steps + 1):
         jitter = factor * (1 + 0.01 * (step % 3))
         values = {
-            "timing_s/gen": means["gen_time_s"] * jitter, "timing_s/update_actor": means["train_time_s"] * jitter,
+            "timing_s/gen": means["gen_time_s"] * jitter, "timing_s/update_actor": actor_s * (1 - critic / 2) * jitter,
+            **({"timing_s/values": means["values_s"] * jitter, "timing_s/update_critic": actor_s / 2 * jitter}
+               if critic else {}),
             "timing_s/old_log_prob": means["old_log_prob_s"] * jitter,
             "timing_s/step": means["step_time_s"] * jitter, "response_length/mean": 400 + 10 * (step % 4),
             "response_length/max": 1024, "response_length/clip_ratio": 0.02, "prompt_length/mean": 120,
@@ -613,6 +616,16 @@ def test_own_runs_are_checked_and_give_the_interval(tmp_path: Path, call: Comman
     assert not data["best"] or data["model_low"] == pytest.approx(data["gain"] / (1 + data["own_error"]))
     (tmp_path / "run.rlsim" / "checks.json").write_text("{")
     assert "is damaged" in call("tune", str(path), "--gpu", "h100", "--trials", "2", "--workers", "1").err
+
+
+@pytest.mark.usefixtures("nothing_beside")
+def test_a_critics_calls_are_checked_beside_the_actors(tmp_path: Path, call: Command) -> None:
+    gae, path = "algorithm.adv_estimator=gae", script(tmp_path)
+    done = call("tune", str(path), gae, "--gpu", "h100", "--check", str(log_of(tmp_path, 1.25, gae)))
+    assert done.code == 0, done.err
+    errors = json.loads((tmp_path / "run.rlsim" / "checks.json").read_text())["checks"][0]["errors"]
+    assert {"values", "training"} <= errors.keys()
+    assert list(errors.values()) == pytest.approx([1 / 1.26 - 1] * len(errors), abs=0.05)
 
 
 def test_an_interrupt_keeps_what_was_found(tmp_path: Path) -> None:

@@ -273,9 +273,13 @@ def _report(
     if "step_s" in run.logged:
         calls = sum((run.logged[name] for name in fitted), np.zeros(len(used)))
         rest = float(np.median((run.logged["step_s"] - calls)[used]))
+        critic = float(run.steps[["values_s", "update_critic_s"]].sum(axis=1).median())
+        others = (
+            f"the critic's calls, {critic:.3g} s; " * (critic > 0) + "reward, advantage, weight sync, the trainer's own"
+        )
         notes.append(
-            f"step_s: the calls above and {rest:.3g} s for everything else (reward, advantage, weight sync, the "
-            "trainer's own work), the median of what the used steps leave"
+            f"step_s: the calls above and {rest:.3g} s for everything else ({others} work), the median of what "
+            "the used steps leave"
         )
         for found in (fitted, before) if set(before) == set(fitted) else (fitted,):
             found["step_s"] = sum(found.values(), np.full(len(used), rest))

@@ -23,14 +23,15 @@ from rlsim.results.tune.trial import LOG_PROBS, Configuration, Run, tried
 from rlsim.trace import write_trace
 from rlsim.trace.importers import import_trace
 
-#: Phases of a step: of a run's means those that together are the same as a metric of a log.
-PHASES: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "generation": (("gen_time_s",), "gen_s"),
-    "old log-probs": (("old_log_prob_s",), "old_log_prob_s"),
-    "reference log-probs": (("ref_log_prob_s",), "ref_log_prob_s"),
-    "log-probs": (LOG_PROBS, "log_probs_s"),
-    "training": (("train_time_s",), "update_actor_s"),
-    "step": (("step_time_s",), "step_s"),
+#: Phases of a step: of a run's means those that together are the same as metrics of a log.
+PHASES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "generation": (("gen_time_s",), ("gen_s",)),
+    "old log-probs": (("old_log_prob_s",), ("old_log_prob_s",)),
+    "reference log-probs": (("ref_log_prob_s",), ("ref_log_prob_s",)),
+    "log-probs": (LOG_PROBS, ("log_probs_s",)),
+    "values": (("values_s",), ("values_s",)),
+    "training": (("train_time_s",), ("update_actor_s", "update_critic_s")),
+    "step": (("step_time_s",), ("step_s",)),
 }
 #: First steps of a log, which are slower, and draws of a prediction.
 _WARMUP, _DRAWS = 2, 3
@@ -104,7 +105,7 @@ class Own:
             raise ConfigError(problem)
         rows = []
         for phase, (ours, theirs) in PHASES.items():
-            measured_s = float(steps[theirs].median())
+            measured_s = float(steps[list(theirs)].sum(axis=1, min_count=1).median())
             predicted_s = float(np.mean([sum(one.means.get(name, 0.0) for name in ours) for one in runs]))
             if measured_s > 0 and predicted_s > 0:
                 rows.append((phase, predicted_s, measured_s, predicted_s / measured_s - 1.0))

@@ -172,11 +172,11 @@ def simulator_of(experiment: Experiment, folder: Path, run: Run) -> Simulator:
 
 
 def _log_probs_s(tables: Mapping[str, pd.DataFrame]) -> dict[str, float]:
-    """Seconds of each call of log-probs in a steady step, in the mean; 0 of one that the step has not."""
+    """Seconds of each call of log-probs and values in a steady step, in the mean; 0 of one that the step has not."""
     steady = tables["steps"].loc[tables["steps"]["steady"], "step"]
     calls = tables["calls"][tables["calls"]["step"].isin(steady)]
     taken_s = (calls["end_at"] - calls["start_at"]).groupby(calls["call"]).sum() / len(steady)
-    return {name: float(taken_s.get(name.removesuffix("_s"), 0.0)) for name in LOG_PROBS}
+    return {name: float(taken_s.get(name.removesuffix("_s"), 0.0)) for name in (*LOG_PROBS, "values_s")}
 
 
 def tables_of(simulator: Simulator, spec: SystemSpec, seed: int) -> dict[str, pd.DataFrame]:
