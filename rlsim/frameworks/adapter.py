@@ -52,14 +52,15 @@ def adapted(
     trace.update(reading.entries("trace"))
     if "max_model_len" in config.names:
         parts.limit_context(config, draft)
-    if "critic" in config.names:
-        parts.add_critic(config, draft, options)
+    parts.add_own_model(config, draft, options, "critic", "critic")
     use = said.get("use", Entry("class"))
     parts.add_engine(config, draft, engine, machines.gpu, use.value, use.comment)
     limits = EngineConfig().model_dump() | draft.data()["engine"]
     longest = trace["max_model_len"].value if "max_model_len" in trace else None
     reading.facts |= {"max_tokens": limits["max_num_batched_tokens"], "max_len": longest}
     parts.add_mapped(reading, draft, actor)
+    if draft.data()["workflow"].get("reference"):
+        parts.add_own_model(config, draft, options, "reference_model", "reference")
     more = parts.batching(reading, draft, filter_by)
     apart, tp = bool(reading.fact("apart")), said["tp"]
     policy, rollout = reading.fact("policy") or "", reading.fact("rollout") if apart else 0

@@ -129,19 +129,19 @@ def add_model(draft: Draft, options: Options, path: str, where: str) -> Model:
     return load_model(beside(chosen, options.folder))
 
 
-def add_critic(config: Settings, draft: Draft, options: Options) -> None:
-    """The shape of the critic, unless it is the actor's."""
-    path = config.text("critic") if config.is_given("critic") else None
+def add_own_model(config: Settings, draft: Draft, options: Options, name: str, role: str) -> None:
+    """The shape of the critic or reference that the setting of this name says, unless it is the actor's."""
+    path = config.text(name) if name in config.names and config.is_given(name) else None
     if path is None or path == config.told(TEXT, "model"):
         return
     try:
         chosen, said = find_model(path, options.folder)
     except RlsimError:
-        draft.notes.append(f"{config.where('critic')}: the shape of {path} is not known; the critic is taken to be "
+        draft.notes.append(f"{config.where(name)}: the shape of {path} is not known; the {role} is taken to be "
                            "like the actor")  # fmt: skip
         return
     if chosen != draft.data()["model"]:
-        draft.block("models")["critic"] = Entry(chosen, joined(config.where("critic"), said))
+        draft.block("models")[role] = Entry(chosen, joined(config.where(name), said))
 
 
 def add_calibration(draft: Draft, options: Options, machines: Cluster, engine: Entry) -> None:
@@ -379,7 +379,7 @@ def finish(
     """
     if not unread:
         config.check_spelling()
-    draft.unread = [key for key in config.unasked() if key.startswith(unread)]
+    draft.unread = [key for key in config.unasked() if not unread or key.startswith(unread)]
     otherwise = config.option.removeprefix("--")
     text = next((one for one in titles if isinstance(one, str) and one and "$" not in one), otherwise)
     title = options.name or re.sub(r"[^\w.+-]+", "-", text).strip("-") or otherwise

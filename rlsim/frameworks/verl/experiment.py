@@ -199,9 +199,11 @@ def _calibration(config: VerlSettings, draft: Draft, machines: Cluster, options:
 
 
 def _models(config: VerlSettings, draft: Draft, options: Options) -> None:
-    """The shapes of the critic, unless it is the actor's, and of a reward model."""
+    """The shapes of the critic and the reference, unless they are the actor's, and of a reward model."""
     if _ALGORITHMS[config.text(_ESTIMATOR)] == "ppo":
-        parts.add_critic(config, draft, options)
+        parts.add_own_model(config, draft, options, "critic", "critic")
+    if draft.data()["workflow"].get("reference"):
+        parts.add_own_model(config, draft, options, "reference_model", "reference")
     for path_name in ("reward_model", "new_reward_model"):
         switch, path_key = f"{path_name}_on", config.key(path_name)
         if config.told(FLAG, switch):
