@@ -307,6 +307,16 @@ def test_each_candidate_is_tried_and_the_fastest_kept() -> None:
     assert [step(i) for i in range(6, 14)] == [10, 20, 40, 40, 40, 40, 10, 20]
 
 
+def test_a_trial_that_is_over_late_counts() -> None:
+    """One step off a step is scored after the next has begun: the last candidate, the fastest, is kept all the same."""
+    chunked, sizes = Chunked(candidates=(20, 10), every=6), list[int]()
+    for number in range(6):
+        sizes.append(chunked.chunk_tokens(0))
+        if number:
+            chunked.on_scored(ScoringReport(number - 1, sizes[-2], float(sizes[-2]), 1))
+    assert sizes == [20, 10, 20, 10, 10, 10]
+
+
 # ----------------------------------------------------------------------------------------------------- what fits
 
 

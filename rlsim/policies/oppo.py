@@ -41,7 +41,6 @@ class Chunked(Schema, RolloutControl, ChunkStreaming):
 
     _steps: int = PrivateAttr(default=0)  # begun
     _took_s: dict[int, float] = PrivateAttr(default_factory=dict)  # by candidate, at its last trial: s per token
-    _kept: int = PrivateAttr(default=0)
 
     @property
     def handover_s(self) -> float:
@@ -55,19 +54,18 @@ class Chunked(Schema, RolloutControl, ChunkStreaming):
         return workflow.in_chunks(self.models, self.candidates[0] if self.size == "adaptive" else self.size)
 
     def chunk_tokens(self, planned: int) -> int:
-        """The next candidate while they are tried, else the fastest of them."""
+        """The next candidate while they are tried, else the fastest of them, of the last trials that are over."""
         if self.size != "adaptive":
             return planned
         turn = self._steps % self.every
         self._steps += 1
         if turn < len(self.candidates):
             return self.candidates[turn]
-        if turn == len(self.candidates):
-            self._kept = min(self.candidates, key=lambda c: self._took_s.get(c, math.inf))
-        return self._kept
+        return min(self.candidates, key=lambda c: self._took_s.get(c, math.inf))
 
     def on_scored(self, report: ScoringReport) -> None:
-        self._took_s[report.chunk_tokens] = report.stage_time_s / max(report.response_tokens, 1)
+        if report.step % self.every < len(self.candidates):
+            self._took_s[report.chunk_tokens] = report.stage_time_s / max(report.response_tokens, 1)
 
 
 class RewardCurve(Schema):
