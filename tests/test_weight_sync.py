@@ -129,6 +129,9 @@ def test_shards_come_from_host_memory_first() -> None:
     megatron = Layout(first_gpu=0, tp=2, dp=4)
     more = sync(offload=True).parts(megatron, target).export_s - sync().parts(megatron, target).export_s
     assert more == pytest.approx(QWEN.weight_bytes / 2 / 63e9, rel=1e-3), "bf16, half of them, at once"
+    here = Layout(first_gpu=0, tp=4, dp=2)
+    both = [sync(method="reshard", offload=on).parts(megatron, here).export_s for on in (True, False)]
+    assert both[0] - both[1] == pytest.approx(more), "as with any method"
     engine = sync(method="checkpoint_engine").parts(FSDP, target).export_s - sync().parts(FSDP, target).export_s
     assert engine == pytest.approx(2 * QWEN.weight_bytes / 8 / 63e9, rel=1e-3)
 

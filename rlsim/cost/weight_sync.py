@@ -114,7 +114,7 @@ class WeightSync:
         self.replica.check(self.model, target.tp)
         if self.method == "reshard":
             gathered_s = gather_s(self.model, self.collectives, self.cluster, source, over_tp=source.tp != target.tp)
-            return SyncTime(gathered_s, self._transport_s(source, target), 0.0)
+            return SyncTime(self._staged_s(source) + gathered_s, self._transport_s(source, target), 0.0)
         return SyncTime(self._export_s(source), self._transport_s(source, target), self._load_s())
 
     # ---- by way of host memory, where every replica fetches them (relays: Laminar, Sheng et al. 2025) ----------------
@@ -142,20 +142,25 @@ class WeightSync:
 
     def _export_s(self, source: Layout) -> float:
         fit, model = self.fit, self.model
-        total = gather_s(model, self.collectives, self.cluster, source)
+        total = gather_s(model, self.collectives, self.cluster, source) + self._staged_s(source)
         if source.zero3 and self.method != "naive":
             total += fit.stored_tensor_s * model.tensors(stacked=self.stacked)
-        if self.offload and source.zero3:
-            ranks = source.tp * source.sharded_over
-            total += FP32 * model.parameters / ranks / fit.staging_bytes_per_s
-        elif self.offload:  # a slice of its stage on each GPU, and its experts if these are apart
-            apart = source.expert_cut is not None
-            routed = apart * sum(count * model.expert_bytes(layer) for layer, count in model.groups.items())
-            held = (model.weight_bytes - routed) / (source.tp * source.pp) + routed / (source.experts.tp * source.pp)
-            total += host_copy_s(held, self.cluster.host)
         if self.method == "checkpoint_engine":  # into host memory and out of it, each GPU its share
             total += 2 * host_copy_s(model.weight_bytes / source.gpus, self.cluster.host)
         return total
+
+    def _staged_s(self, source: Layout) -> float:
+        """The trainer's weights in from host memory, if they are there."""
+        model = self.model
+        if not self.offload:
+            return 0.0
+        if source.zero3:
+            return FP32 * model.parameters / (source.tp * source.sharded_over) / self.fit.staging_bytes_per_s
+        # A slice of its stage on each GPU, and its experts if these are apart.
+        apart = source.expert_cut is not None
+        routed = apart * sum(count * model.expert_bytes(layer) for layer, count in model.groups.items())
+        held = (model.weight_bytes - routed) / (source.tp * source.pp) + routed / (source.experts.tp * source.pp)
+        return host_copy_s(held, self.cluster.host)
 
     def _transport_s(self, source: Layout, target: Layout) -> float:
         if source.first_gpu <= target.first_gpu and target.end_gpu <= source.end_gpu:
