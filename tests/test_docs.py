@@ -262,6 +262,16 @@ def test_what_asynchrony_pays_is_what_a_run_says() -> None:
     assert draw.page_with(*summaries) == with_tables(draw.PAGE.read_text(encoding="utf-8"), draw.PAGE.parent)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["agents", "speculation"])
+def test_steps_in_the_tables_of_a_page_are_what_a_run_says(name: str) -> None:
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    told = {number for row in re.findall(r"^\|.*\|$", text, re.MULTILINE) for number in re.findall(r"[\d,.]+", row)}
+    summary = rlsim.run(ROOT / "experiments" / f"{name}.yaml").summary()
+    shown = summary[(summary["system"] != "shortest-first") | (summary["case"] == "kv idle")]
+    assert {f"{step_s:,.0f}" for step_s in shown["step_time_s"]} <= told
+
+
 @pytest.mark.ci
 def test_the_notebook_runs() -> None:
     cells = json.loads((ROOT / "docs" / "notebook.ipynb").read_text(encoding="utf-8"))["cells"]
