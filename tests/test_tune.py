@@ -246,6 +246,23 @@ def test_a_change_is_shown_with_what_it_is_kept_for() -> None:
     assert only.alone == only.within == pytest.approx(1 / 0.8), "of one change both are the same comparison"
 
 
+def test_what_a_change_makes_to_be_assumed_is_tried_where_it_is(tmp_path: Path) -> None:
+    """A draft of the set alone, or of the configuration alone: the other one runs as it is."""
+    drafts = {"method": "eagle3", "num_speculative_tokens": 3}
+    plain, gains = own(tmp_path), []
+    drafted = replace(plain, sources=(*plain.sources, f"engine.speculation={yaml_text(drafts)}"))
+    for configuration, changes in ((plain, {"engine.speculation": drafts}), (drafted, {"engine.speculation": None}),
+                                   (plain, {"memory_utilization": 0.7})):  # fmt: skip
+        with measuring(configuration, 1, Wish().judged) as measure:
+            rows = answer._turns(changes, configuration.experiment(changes), measure, Run(1, 1), lambda: True)
+        row = {row["assumed"]: row for row in rows}.get("acceptance of drafted tokens")
+        gains += [[*row["gains"], row["gain"]]] if row else []
+    assert "engine's share of memory" not in {row["assumed"] for row in rows}, "the set gives it"
+    (low, high, taken), back = gains
+    assert low < taken < high
+    assert back == pytest.approx([1 / low, 1 / high, 1 / taken])
+
+
 @pytest.mark.ci
 def test_a_configuration_that_does_not_fit(tmp_path: Path) -> None:
     """Where a change makes it fit, that is the answer; where none does, that is told."""

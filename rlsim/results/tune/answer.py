@@ -17,6 +17,8 @@ import numpy as np
 from rlsim.base.processes import cores
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.build import LoadedExperiment
+from rlsim.experiment.ledger import GIVEN, source_of
+from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.summary import mean_ratio
 from rlsim.models.hardware import one_kind
@@ -234,9 +236,9 @@ def tune(
         worlds = [Run(one.seed, one.steps, draw=n + 1) for n, one in enumerate(pairs)] if ratios and in_time() else []
         _, _, drawn, _ = _pairs(best, measure, worlds)
         changes = _worths(best, axes, first, base, measure, trims)
-        assumptions = _turns(best, measure, run, lambda: not unfit and in_time())
-        beside = _beside(loaded, wish, best, measure, run, pairs, in_time)
         tuned = LoadedExperiment.of(configuration.experiment(best), configuration.options.folder)
+        assumptions = _turns(best, tuned.experiment, measure, run, lambda: not unfit and in_time())
+        beside = _beside(loaded, wish, best, measure, run, pairs, in_time)
         parts = parts_of(tuned, configuration.options.folder, pairs[0])
         systems, refused = list[dict[str, Any]](), dict[str, str]()
         if wish.systems:
@@ -368,21 +370,30 @@ def _worths(
     return sorted(found, key=lambda change: -(change.within if change.within == change.within else np.inf))
 
 
-def _turns(best: Changes, measure: Measure, run: Run, in_time: Callable[[], bool]) -> list[dict[str, Any]]:
-    """What the answer rests on: each assumption, the gain as taken, and at both ends of its range if there is time."""
+def _turns(
+    best: Changes, tuned: Experiment, measure: Measure, run: Run, in_time: Callable[[], bool]
+) -> list[dict[str, Any]]:
+    """What the answer rests on: each assumption, the gain as taken, and at both ends of its range if there is time.
+
+    One that changes make, or unmake, is tried on one side; one for which they give a value is none of the answer's.
+    """
     if not best:
         return []
 
-    def gain(**settings: Any) -> float | None:
+    both: tuple[Changes, Changes] = ({}, best)
+    rests = [{row.name: row for row in trial.assumed} for trial in measure([(one, run) for one in both])]
+
+    def gain(name: str = "", **settings: Any) -> float | None:
         there = replace(run, settings=tuple(settings.items()))
-        before, after = measure([({}, there), (best, there)])
+        before, after = measure([(one, there if name in made else run) for one, made in zip(both, rests, strict=True)])
         return after.rate / before.rate if before.rate and after.rate else None
 
     found, own = [], gain()
-    for row in measure([(best, run)])[0].assumed:
-        gains = [gain(**end.settings) for end in row.ends] if in_time() else []
+    before = {name: row for name, row in rests[0].items() if source_of(tuned, row.key) != GIVEN}
+    for name, row in (rests[1] | before | rests[1]).items():  # in the order of the set's
+        gains = [gain(name, **end.settings) for end in row.ends] if in_time() else []
         shown_ends = [end.shown for end in row.ends]
-        found.append({"assumed": row.name, "taken": row.taken, "ends": shown_ends, "gain": own, "gains": gains})
+        found.append({"assumed": name, "taken": row.taken, "ends": shown_ends, "gain": own, "gains": gains})
     return found
 
 
