@@ -20,8 +20,9 @@ from rlsim.cli.tuning import _changes, _idle, _price, _print, verdict
 from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.frameworks.draft import check_new, write_changes, yaml_text
-from rlsim.frameworks.mapping import names
+from rlsim.frameworks.mapping import names, unlike, unlike_rows
 from rlsim.frameworks.parts import Options
+from rlsim.frameworks.settings import Settings
 from rlsim.policies.registry import BUILTIN
 from rlsim.results.tune import answer, systems
 from rlsim.results.tune.answer import Change, Tuned, Wish, tune
@@ -89,6 +90,11 @@ def test_what_is_tuned_is_what_the_framework_reads(framework: str, of: str) -> N
     read = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     unread = {key for key in asked - known if key not in read}
     assert unread == set()
+    for row in (row for row in rows if isinstance(row["values"], list)):  # nor is what it costs not represented
+        for value in row["values"]:
+            keys = row.get("set") or [row["key"]]
+            config = Settings(given=dict.fromkeys(keys, value), origin=dict.fromkeys(keys, ""))
+            assert unlike(config, unlike_rows(of)) == []
     assert {row.get("alters", "") for row in rows} <= {"", *ALTERS}
 
 
