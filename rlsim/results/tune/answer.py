@@ -161,7 +161,8 @@ def tune(
     overlaps = own.overlap(spec.make())
     warmup = experiment.workflow.warmup or 0
     check_keys(loaded, wish.keep)
-    axes = sorted(axes_of(loaded, wish.altered, wish.keep, wish.most_gpus), key=lambda axis: not axis.alters)
+    allowed = {*wish.altered, *["staleness"] * (wish.bound is not None and overlaps > 0)}  # to become fresher, too
+    axes = sorted(axes_of(loaded, allowed, wish.keep, wish.most_gpus), key=lambda axis: not axis.alters)
 
     def spent() -> float:
         return (clock() - began) / budget_s
@@ -217,7 +218,7 @@ def tune(
         bare = not (stale or unfit)
         contenders = [trial.changes for trial in tried if trial.rate and trial.changes]
         if stale and not contenders:
-            raise ConfigError("as configured it is staler than allowed, and so is all that was tried")
+            raise ConfigError("as configured it is staler than allowed, and so is all that was tried and runs")
         many = CONTENDERS if tight else int(min(max(0.17 * rest, 2), CONTENDERS))
         contenders = [*[{}] * bare, *contenders[:many]]
         races = [*tight] or [Run(_seed(seed, n), confirmed) for n in range(1, 4 if rest > 2 * CONTENDERS else 2)]
