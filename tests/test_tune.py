@@ -16,7 +16,7 @@ import rlsim
 from rlsim.base.catalogue import data_dir
 from rlsim.base.reading import plain, read_yaml
 from rlsim.cli.tables import parts
-from rlsim.cli.tuning import _changes, _idle, _price, _print, verdict
+from rlsim.cli.tuning import _changes, _frontiers, _idle, _price, _print, verdict
 from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.frameworks.draft import check_new, write_changes, yaml_text
@@ -405,17 +405,33 @@ def test_a_bound_of_staleness() -> None:
 
 
 @pytest.mark.usefixtures("nothing_beside")
-def test_what_is_staler_than_allowed_does_not_count(tmp_path: Path) -> None:
+@pytest.mark.parametrize("most", [0.0, 1.0])
+def test_what_is_staler_than_allowed_does_not_count(most: float, tmp_path: Path) -> None:
     configuration = own(tmp_path, systems=[{"areal": {"tp": 1, "rollout_gpus": 4, "eta": 2}}],
                         workflow={"prompts": 4, "responses": 4, "steps": 6})  # fmt: skip
     keep = all_but(configuration, "system.eta", allow=ALTERS)
-    found = tune(configuration, Wish(keep, bound=Bound("max", 1.0)), trials=6, workers=1)
+    found = tune(configuration, Wish(keep, bound=Bound("max", most), most_gpus=8), trials=6, workers=1)
     assert found.excluded["stale"] >= 2  # eta of 1, 4 and 8
     assert found.best == {"system.eta": 0}, "what is configured breaks the bound, and is no answer"
     assert found.gain < 1
-    assert [row["staleness"] for row in found.frontiers["staleness"]] == sorted(
-        row["staleness"] for row in found.frontiers["staleness"]
-    )
+    assert [row["staleness"] for row in found.frontiers["staleness"]] == [0.0], "what is configured is not allowed"
+
+
+def test_tables_of_staleness_and_gpus_price_each_set_by_its_own_gpus() -> None:
+    """A dollar for a GPU-hour; every number of GPUs has its row, be it slower than a smaller one."""
+
+    def ran(rate: float, gpus: int, staleness: float) -> Trial:
+        means = {"responses_per_s": rate, "step_time_s": 1.0, "staleness_mean": staleness}
+        return Trial({}, means, gpus=gpus)
+
+    trials = [ran(40.0, 8, 1.0), ran(30.0, 8, 0.0), ran(35.0, 16, 0.0), ran(20.0, 32, 1.0)]
+    found = Tuned({}, *[1.0] * 5, {}, {}, gpus=(8, 16), frontiers=answer._frontiers(trials, ["staleness", "gpus"]))
+    stale, sizes = (dict(zip(table.headings, zip(*table.rows, strict=True), strict=True))
+                    for table in _frontiers(found, 1.0))  # fmt: skip
+    assert (stale["gpus"], sizes["gpus"]) == (("16", "8"), ("8", "16", "32"))
+    assert (stale["responses/s"], sizes["responses/s"]) == (("35.00", "40.00"), ("40.00", "35.00", "20.00"))
+    cost = "dollars for 1,000"
+    assert (stale[cost], sizes[cost]) == (("0.127", "0.0556"), ("0.0556", "0.127", "0.444"))
 
 
 @pytest.mark.usefixtures("nothing_beside")

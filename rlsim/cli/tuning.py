@@ -237,7 +237,8 @@ def _means(found: Tuned, price: float | None) -> Table:
 def _frontiers(found: Tuned, price: float | None) -> Iterator[Table]:
     words = {"staleness": "Staleness, and the fastest that was found with it", "gpus": "GPUs, and the fastest on them"}
     for name, each in found.frontiers.items():
-        known = {"of": name, "cost": price is not None and partial(_dollars, price), "used": found.gpus[1]}
+        several = name == "gpus" or any(row["gpus"] != found.gpus[0] for row in each)
+        known = {"of": name, "several": several, "cost": price is not None and partial(_dollars, price)}
         yield Table.of(f"{words[name]} (search's draw)", written("frontier", each, **known), words=())
 
 

@@ -125,8 +125,12 @@ class Wish:
         trial, most = replace(trial, each_gpu=self.money), self.most_gpus or configured
         if trial.changes and trial.gpus > most:
             return replace(trial, kind="other", problem=f"{trial.gpus} GPUs, of {most}")
-        stale = bool(self.bound and trial.changes and not trial.kind and not self.bound.kept(trial.means))
+        stale = trial.changes and not trial.kind and not self.kept(trial)
         return replace(trial, kind="stale", problem="staler than allowed") if stale else trial
+
+    def kept(self, trial: Trial) -> bool:
+        """Whether a trial that ran is no staler than allowed."""
+        return self.bound is None or self.bound.kept(trial.means)
 
 
 def tune(
@@ -209,7 +213,7 @@ def tune(
         confirmed = steps + warmup
         rest /= 1 if overlaps else steps
         progress(spent(), "the best on fresh draws")
-        stale = wish.bound is not None and not base.kind and not wish.bound.kept(base.means)
+        stale = not base.kind and not wish.kept(base)
         pairs = [Run(_seed(seed, 5 + n), confirmed) for n in range(int(min(max(0.12 * rest, 3), PAIRS)))]
         draws = [run, *pairs]
         both = zip(draws, measure([({}, one) for one in draws]), strict=True)
@@ -258,25 +262,26 @@ def tune(
         untried=[axis.name for axis in axes if not any(
             option.items() <= trial.changes.items() for option in axis.options for trial in tried)],
         seconds=clock() - began, binds=_binds(after), assumptions=assumptions, beside=beside,
-        frontiers=_frontiers(tried, {axis.alters for axis in axes}), systems=systems, not_tried=refused, parts=parts,
-        unsteady=late,
+        frontiers=_frontiers([one for one in tried if one.rate and wish.kept(one)], {axis.alters for axis in axes}),
+        systems=systems, not_tried=refused, parts=parts,
+        unsteady=late, no_gpus=_no_gpus(tried, axes, wish),
     )  # fmt: skip
 
 
-def _frontiers(tried: Sequence[Trial], altered: Collection[str]) -> dict[str, list[dict[str, float]]]:
-    """What the fastest sets cost of what was allowed: for staleness and for GPUs, none that another beats in both."""
+def _frontiers(ran: Sequence[Trial], altered: Collection[str]) -> dict[str, list[dict[str, float]]]:
+    """The fastest set of each number of GPUs, and of each staleness that no fresher one beats."""
     costs: dict[str, Callable[[Trial], float]] = {
         "staleness": lambda trial: round(trial.means["staleness_mean"], 2),
         "gpus": lambda trial: trial.gpus,
     }
     found: dict[str, list[dict[str, float]]] = {}
     for name, cost in ((name, cost) for name, cost in costs.items() if name in altered):
-        rows: list[dict[str, float]] = []
-        for trial in sorted((one for one in tried if one.rate), key=lambda one: (cost(one), -one.rate)):
-            rate = trial.means["responses_per_s"]
-            if not rows or rate > rows[-1]["responses_per_s"]:
-                rows.append({name: cost(trial), "responses_per_s": rate, "step_time_s": trial.means["step_time_s"]})
-        found[name] = rows
+        best = list[Trial]()
+        for trial in sorted(ran, key=lambda one: (cost(one), -one.rate)):
+            if not best or (cost(trial) > cost(best[-1]) if name == "gpus" else trial.rate > best[-1].rate):
+                best.append(trial)
+        told = ("responses_per_s", "step_time_s")
+        found[name] = [{"gpus": one.gpus, name: cost(one), **{key: one.means[key] for key in told}} for one in best]
     return found
 
 
