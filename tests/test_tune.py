@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def nothing_beside(monkeypatch: pytest.MonkeyPatch) -> None:
 def all_but(configuration: Configuration, *names: str, allow: Sequence[str] = ()) -> list[str]:
     """The settings of a configuration that may be tuned, without these."""
     loaded = LoadedExperiment.of(configuration.experiment({}), configuration.options.folder)
-    return [axis.name for axis in axes_of(loaded, allow) if axis.name not in names]
+    return [key for axis in axes_of(loaded, allow) if axis.name not in names for key in axis.options[0]]
 
 
 @pytest.mark.parametrize(
@@ -138,6 +139,87 @@ def test_every_split_of_the_gpus_between_generation_and_training_is_an_option(
     found = [split.experiment(option) for option in axis.options]
     assert {one.cluster for one in found} == {loaded.experiment.cluster}
     assert [next(iter(one.systems[0]["use"][0].values()))["rollout_gpus"] for one in found] == splits
+
+
+SKYRL = ("trainer.placement.colocate_all=false", "trainer.train_batch_size=512", "trainer.policy_mini_batch_size=512")
+WHOLE = "trainer.n_gpus_per_node=8"
+
+
+@pytest.mark.parametrize(
+    ("framework", "given", "rollouts"),
+    [
+        ("verl", (*VERL, "rollout.nnodes=1", "rollout.n_gpus_per_node=4", "trainer.n_gpus_per_node=4"), [4, 8, 16]),
+        ("verl", (*VERL, "rollout.nnodes=1", "rollout.n_gpus_per_node=8", "trainer.nnodes=1", WHOLE), [4, 8, 16]),
+        ("verl", (*VERL, "trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout.nnodes=1",
+                  "actor_rollout_ref.rollout.n_gpus_per_node=4", "trainer.n_gpus_per_node=4"), [4, 8, 16]),
+        ("nemo", ("nemo_async.yaml",), [4, 8, 16]),
+        ("nemo", ("nemo_async.yaml", "cluster.num_nodes=1", "policy.generation.colocated.resources.gpus_per_node=4"),
+         [4, 8, 16]),
+        ("slime", ("slime.sh", "NUM_GPUS=4", "--colocate=false", "--rollout-num-gpus=4"), [4, 8, 16]),
+        ("skyrl", ("skyrl.sh", *SKYRL, "NUM_GPUS=4"), [4, 8, 16]),
+        ("", ({"areal": {"tp": 1, "rollout_gpus": 2, "eta": 1}},), [2, 4, 8]),
+    ],
+)  # fmt: skip
+def test_each_side_of_split_gpus_grows_with_their_number(
+    framework: str, given: tuple[Any, ...], rollouts: list[int], tmp_path: Path
+) -> None:
+    """In keys that the framework reads, by the share that each side has, up to 32 GPUs."""
+    configuration = own(tmp_path, systems=[*given]) if not framework else framed(tmp_path, framework, *given)
+    loaded = LoadedExperiment.of(configuration.experiment({}), tmp_path)
+    (axis,) = (axis for axis in axes_of(loaded, ["gpus"], most_gpus=32) if axis.alters == "gpus")
+    found = [configuration.experiment(option) for option in axis.options]
+    assert [LoadedExperiment.of(one, tmp_path).cluster.gpus for one in found] == [8, 16, 32]
+    assert [of["rollout_gpus"] for of in map(of_split, found)] == rollouts
+
+
+@pytest.mark.parametrize(
+    ("placed", "apart", "splits"),
+    [
+        (("critic_num_gpus_per_node=2", "policy_num_gpus_per_node=2", "ref_num_gpus_per_node=2"), {"critic": 2}, 9),
+        (("ref_num_gpus_per_node=2", "policy_num_gpus_per_node=2", "colocate_policy_ref=false"), {"reference": 2}, 9),
+        (("critic_num_gpus_per_node=2", "ref_num_gpus_per_node=1", "policy_num_gpus_per_node=1",
+          "colocate_policy_ref=false"), {"critic": 2, "reference": 1}, 6),
+    ],
+)  # fmt: skip
+def test_skyrls_split_counts_the_gpus_of_a_critic_and_a_reference(
+    placed: tuple[str, ...], apart: dict[str, int], splits: int, tmp_path: Path
+) -> None:
+    """No split has other GPUs than are configured, on one node or several, and each is another one."""
+    critic = "trainer.critic.model.path=Qwen/Qwen2.5-1.5B-Instruct"
+    sizes = [f"trainer.placement.{one}" for one in placed]
+    more = (*["trainer.algorithm.advantage_estimator=gae", critic] * ("critic" in apart), *sizes)
+    micro = ("trainer.micro_train_batch_size_per_gpu=1", "trainer.micro_forward_batch_size_per_gpu=1")
+    loss = "trainer.algorithm.use_kl_loss=true"
+    split = framed(tmp_path, "skyrl", "skyrl.sh", *SKYRL, "NUM_GPUS=4", *micro, loss, *more)
+    loaded = LoadedExperiment.of(split.experiment({}), tmp_path)
+    assert of_split(loaded.experiment)["apart"] == apart
+    axes = axes_of(loaded, ["gpus"], most_gpus=16)
+    grows, axis = sorted((one for one in axes if "policy_num" in one.name), key=lambda one: not one.alters)
+    twice = split.experiment(grows.options[-1])
+    assert LoadedExperiment.of(twice, tmp_path).cluster.gpus == 2 * loaded.cluster.gpus
+    assert of_split(twice)["apart"] == {name: 2 * count for name, count in apart.items()}
+    found = []
+    for option in axis.options:
+        with suppress(StartError):  # a batch does not divide
+            found.append(split.experiment(option))
+    assert {one.cluster for one in found} == {loaded.experiment.cluster}
+    assert len(axis.options) == splits
+    assert len({str(of_split(one)) for one in found}) == len(found) > 2
+
+
+def framed(folder: Path, framework: str, *given: str) -> Configuration:
+    """A configuration of a framework; files are those of `cases`."""
+    for name in ("slime.sh", "skyrl.sh", "nemo_async.yaml"):
+        (folder / name).write_text(sample(f"frameworks/{name}"))
+    (folder / "base.yaml").write_text(sample("frameworks/nemo.yaml"))
+    sources = (str(folder / text) if (folder / text).is_file() else text for text in given)
+    return Configuration(framework, tuple(sources), Options(folder, "h100"))
+
+
+def of_split(experiment: Any) -> dict[str, Any]:
+    """What the baseline says of GPUs that generate alone."""
+    parts = baseline_of(experiment.systems, experiment.baseline).parts
+    return next(dict(part.parameters) for part in parts if "rollout_gpus" in part.parameters)
 
 
 @pytest.mark.parametrize(("given", "moved"), [((), 1.0), (("--optimizer-cpu-offload",), 0.0)])
@@ -452,6 +534,18 @@ def test_more_gpus_are_tried_where_that_is_asked_and_money_counts_each(tmp_path:
     assert found.gain < 2
     most = tune(configuration, Wish(keep, most_gpus=32), trials=3, workers=1)
     assert [row["gpus"] for row in most.frontiers["gpus"]] == [8, 16, 32], "each number that is asked for"
+
+
+def test_numbers_of_gpus_without_a_run_are_told() -> None:
+    axis, wish = Axis("a + b", ({"a": 1, "b": 8}, {"a": 2, "b": 16}), "gpus"), Wish(most_gpus=16)
+    fails = [Trial({**axis.options[1], "c": 3}, problem="neither", kind="start"),
+             Trial(axis.options[1], problem="does not divide", kind="start")]  # fmt: skip
+    runs = Trial({**axis.options[1], "c": 4}, {"responses_per_s": 1.0}, gpus=16)
+    assert answer._no_gpus(fails, [axis], wish) == ["nothing runs with a=2 b=16: does not divide"]
+    assert answer._no_gpus([*fails, runs], [axis], wish) == []
+    (none,) = answer._no_gpus(fails, [], wish)
+    assert none.startswith("--gpus 16 has no effect: ")
+    assert answer._no_gpus(fails, [], Wish()) == []
 
 
 def ranks(configuration: Configuration, *runs: Run, judged: Any = None, bound: Any = None, in_time: Any = None) -> Any:

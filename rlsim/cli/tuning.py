@@ -192,6 +192,8 @@ def _print(found: Tuned, price: float | None, error: float | None, *, verbose: b
                   *_frontiers(found, price), *_systems(found), *_rests(found)])  # fmt: skip
     if found.untried:
         say(f"not tried: {', '.join(found.untried)}; give a larger --budget, or more --trials")
+    for line in found.no_gpus:
+        say(line)
     for why in (FEW, LATE):
         if names := [name for name, own in found.not_tried.items() if own == why]:
             say(f"systems {why}: {', '.join(names)}; give a larger --budget")

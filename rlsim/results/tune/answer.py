@@ -21,6 +21,7 @@ from rlsim.experiment.ledger import GIVEN, source_of
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.summary import mean_ratio
+from rlsim.frameworks.draft import override
 from rlsim.models.hardware import one_kind
 from rlsim.results.tune.parts import Parts, parts_of
 from rlsim.results.tune.search import PARTS, Changes, Measure, measuring, search
@@ -81,6 +82,7 @@ class Tuned:
     assumptions: Sequence[Mapping[str, Any]] = ()
     beside: Sequence[Mapping[str, Any]] = ()  # what changes of other kinds would bring
     frontiers: Mapping[str, Sequence[Mapping[str, float]]] = field(default_factory=dict)  # rate against staleness, GPUs
+    no_gpus: Sequence[str] = ()  # which numbers of GPUs have no row, and why
     systems: Sequence[Mapping[str, Any]] = ()  # on top, that must be built
     not_tried: Mapping[str, str] = field(default_factory=dict)  # systems, and why
     parts: Parts | None = None
@@ -288,6 +290,21 @@ def _frontiers(ran: Sequence[Trial], altered: Collection[str]) -> dict[str, list
 def _seed(seed: int, number: int) -> int:
     """Draws that the search, the race and the answer do not share."""
     return int(np.random.SeedSequence([seed, number]).generate_state(1)[0] % 2**31)
+
+
+def _no_gpus(tried: Sequence[Trial], axes: Sequence[Axis], wish: Wish) -> list[str]:
+    """That no other number of GPUs could be tried; or those with which nothing runs, and why the least changed set does
+    not."""
+    options = [option for axis in axes if axis.alters == "gpus" for option in axis.options]
+    if wish.most_gpus and len(options) < 2:
+        return [f"--gpus {wish.most_gpus} has no effect: no key that is tried leads to another number up to that"]
+    found = []
+    for option in options:
+        each = [trial for trial in tried if option.items() <= trial.changes.items()]
+        if each and not any(trial.rate for trial in each):
+            words = " ".join(override(key, value) for key, value in option.items())
+            found.append(f"nothing runs with {words}: {min(each, key=lambda trial: len(trial.changes)).problem}")
+    return found
 
 
 def _key(changes: Changes) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from rlsim.base.reading import shipped
@@ -42,6 +43,8 @@ def axes_of(
     allowed (`ALTERS`); numbers of GPUs up to `most_gpus`."""
     functions = {"divisors": divisors, "range": range, "token_budgets": token_budgets}
     facts = facts_of(loaded) | {"most_gpus": most_gpus or loaded.cluster.gpus, **functions}
+    facts["node_counts"] = [one for one in (1, 2, 4, 8, 16, 32) if _is_size(one, facts)]
+    facts["spread"] = partial(spread, gpus_per_node=loaded.cluster.gpus_per_node)
     return tuple(_axes(_rows(loaded.experiment.framework), facts, allow, keep))
 
 
@@ -78,6 +81,19 @@ def token_budgets(longest: int) -> list[int]:
     return [1024 * math.ceil(longest * times / 1024) for times in _BUDGETS]
 
 
+def spread(count: int, nodes: int, gpus_per_node: int) -> tuple[int, int]:
+    """So many GPUs as nodes and GPUs of each: whole nodes, or else as many of each of `nodes`."""
+    return (nodes, count // nodes) if count % gpus_per_node else (count // gpus_per_node, gpus_per_node)
+
+
+def _is_size(nodes: int, facts: Mapping[str, Any]) -> bool:
+    """Whether all that has GPUs of its own can have the same share of them on so many nodes."""
+    own = [facts["train_gpus"], facts["rollout_gpus"], *facts["others"].values()] if facts["apart"] else []
+    sides = [divmod(count * nodes, facts["nodes"]) for count in own]
+    whole = (not rest and (count % facts["gpus_per_node"] == 0 or count % nodes == 0) for count, rest in sides)
+    return nodes * facts["gpus_per_node"] <= facts["most_gpus"] and all(whole)
+
+
 def facts_of(loaded: LoadedExperiment) -> dict[str, Any]:
     """What the conditions and values of the table may ask for."""
     experiment, cluster = loaded.experiment, loaded.cluster
@@ -87,6 +103,7 @@ def facts_of(loaded: LoadedExperiment) -> dict[str, Any]:
     policies = {part.policy for part in spec.parts}
     own = parameters.get("rollout_gpus")
     rollout_gpus = own if isinstance(own, int) else cluster.gpus
+    others = parameters.get("apart") or {}
     engine = loaded.kind((0,)).calibration.engine
     tp = parameters.get("tp")
     drafts = experiment.engine.speculation
@@ -95,7 +112,8 @@ def facts_of(loaded: LoadedExperiment) -> dict[str, Any]:
     return {
         "gpus": cluster.gpus, "nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node,
         "domain_gpus": min(cluster.domain_gpus, cluster.gpus), "engine": engine, "tp": tp if isinstance(tp, int) else 1,
-        "rollout_gpus": rollout_gpus, "train_gpus": cluster.gpus - rollout_gpus or cluster.gpus,
+        "rollout_gpus": rollout_gpus, "train_gpus": cluster.gpus - rollout_gpus - sum(others.values()) or cluster.gpus,
+        "others": others,
         "apart": own is not None, "eta": "eta" in parameters,
         "fully": bool({"verl_fully_async", "skyrl_async"} & policies),
         "v1": "verl_fully_async" in policies and parameters.get("per_replica", 0) is None,
