@@ -296,6 +296,16 @@ def test_what_is_best_already_stays(tmp_path: Path) -> None:
     assert again.as_json() | {"seconds": 0} == found.as_json() | {"seconds": 0}
 
 
+def test_a_gain_that_is_none_on_other_draws_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the search thought of it, and however it is told: no set is recommended as 1.00 times as fast."""
+    monkeypatch.setattr(answer, "_raced", lambda *_: {"engine.max_num_seqs": 1024})
+    monkeypatch.setattr(answer, "_simplified", lambda best, *_: best)
+    found = tune(own(tmp_path), trials=2, workers=1)
+    assert (found.best, found.gain, found.changes, found.assumptions) == ({}, 1.0, [], [])
+    assert found.after == found.before
+    assert verdict(found)[0].startswith("Keep the settings as they are")
+
+
 def test_changes_are_taken_out_by_as_many_steps_as_the_answer_is_told_by(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -405,7 +415,7 @@ def test_tune_from_the_command_line(tmp_path: Path, call: Command) -> None:
             "seconds", "binds", "assumptions"} <= set(found)  # fmt: skip
     assert found["best"] == {"engine.graphs": True}
     assert found["model_low"] <= found["gain"] <= found["model_high"]
-    assert all(f"{one:.2f}" in done.out for one in found["dollars_per_1000"])
+    assert all(f"{one:#.3g}" in done.out for one in found["dollars_per_1000"])
 
 
 def test_idle_gpus_have_a_cause_where_they_are_idle() -> None:

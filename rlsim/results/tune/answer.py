@@ -238,6 +238,9 @@ def tune(
         best = _simplified(best, axes, measure, trims, bare)
         progress(spent(), "how sure that is")
         before, after, ratios, late = _pairs(best, measure, pairs)
+        if bare and ratios and mean_ratio(ratios)[0] < LEAST:  # on draws that did not choose it, it is none
+            best = {}
+            before, after, ratios, late = _pairs(best, measure, pairs)
         if unfit:
             before, ratios, base = {}, [], replace(base, kind="memory")
         worlds = [Run(one.seed, one.steps, draw=n + 1) for n, one in enumerate(pairs)] if ratios and in_time() else []
