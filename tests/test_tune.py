@@ -340,6 +340,9 @@ def test_a_change_is_shown_with_what_it_is_kept_for() -> None:
         "a": pytest.approx((0.8 * 1.1) ** -0.5),
         "c": pytest.approx(math.nan, nan_ok=True),
     }
+    split = Axis("a + b", ({"a": 1, "b": 1},))
+    told = answer._worths({"a": 1, "b": 1}, [*axes[:2], split], {}, Trial({}), measure, runs[:1])
+    assert [one.key for one in told] == ["a", "b"], "a key is told once, with what is set with it"
     (only,) = answer._worths({"a": 1}, axes, {}, Trial({}), measure, runs[:1])
     assert only.alone == only.within == pytest.approx(1 / 0.8), "of one change both are the same comparison"
 

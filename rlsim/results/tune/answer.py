@@ -384,15 +384,17 @@ def _worths(
     best: Changes, axes: Sequence[Axis], first: Mapping[str, Trial], base: Trial, measure: Measure, runs: Sequence[Run]
 ) -> list[Change]:
     """Every change of the set: what it brought alone on the search's draw, and what the set has of it on `runs`."""
-    found = []
-    for group in _groups(best, axes):
+    found = list[Change]()
+    for group in sorted(_groups(best, axes), key=len, reverse=True):  # a key of several is told with the most others
         own = {key: best[key] for key in group}
         single = first.get(_key(own))
         (within,) = _times(best, [_without(best, [group])], measure, runs)
         gained = single.rate / base.rate if single is not None and single.rate and base.rate else None
         if len(own) == len(best) and within < math.inf:
             gained = within  # the set itself: one comparison has one number
-        found += [Change(key, value, gained, within if within < math.inf else math.nan) for key, value in own.items()]
+        new = own.keys() - {change.key for change in found}
+        worth = within if within < math.inf else math.nan
+        found += [Change(key, value, gained, worth) for key, value in own.items() if key in new]
     return sorted(found, key=lambda change: -(change.within if change.within == change.within else np.inf))
 
 
