@@ -20,6 +20,7 @@ from rlsim.cli.tables import parts
 from rlsim.cli.tuning import _changes, _frontiers, _idle, _price, _print, verdict
 from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.build import LoadedExperiment
+from rlsim.experiment.load import load_experiment
 from rlsim.frameworks.draft import check_new, write_changes, yaml_text
 from rlsim.frameworks.mapping import names, unlike, unlike_rows
 from rlsim.frameworks.parts import Options
@@ -407,9 +408,11 @@ def test_tune_from_the_command_line(tmp_path: Path, call: Command) -> None:
     own(tmp_path, engine={"graphs": False})
     keep = [word for axis in ("training.offload", "memory_utilization") for word in ("--keep", axis)]
     written = ("--price", "2.5", "--json", tmp_path / "found.json", "--quiet")
-    done = call("tune", tmp_path / "own.yaml", "--trials", "16", "--workers", "1", *keep, *written)
+    given = ("workflow.prompts=12", "--write", tmp_path / "tuned.yaml")
+    done = call("tune", tmp_path / "own.yaml", *given, "--trials", "16", "--workers", "1", *keep, *written)
     assert done.code == 0, done.err
-    assert "engine.graphs=true" in done.out.splitlines()[-1]
+    assert "engine.graphs=true" in done.out.splitlines()[-2]
+    assert done.out.splitlines()[-1] == f"wrote {tmp_path / 'tuned.yaml'}, with workflow.prompts=12 as given"
     assert "dollars for 1,000 responses" in done.out
     assert "binds as tuned: " in done.out
     assert "now" not in done.out.split()
@@ -695,6 +698,45 @@ def test_the_written_script_is_the_changed_configuration(tmp_path: Path) -> None
     assert "++actor_rollout_ref.rollout.engine_kwargs" in out.read_text()
     with pytest.raises(ConfigError, match="exists"):
         write_changes(path, changes, out)
+
+
+def test_what_is_written_has_what_was_given_beside_the_file(tmp_path: Path, call: Command) -> None:
+    """The gain is of both; what no line of the file can have is to be given again."""
+    path, out = script(tmp_path), tmp_path / "tuned.sh"
+    given = ("data.train_batch_size=32", "trainer.test_freq=5", "tp=2")
+    configuration = Configuration("verl", (str(path), *given), Options(tmp_path, "h100"))
+    assert configuration.write({SEQS: 512}, out) == ([*given[:2]], ["tp=2"])
+    assert "data.train_batch_size=32" in out.read_text()
+    after = Configuration("verl", (str(out), "tp=2"), Options(tmp_path, "h100")).experiment({})
+    assert (after.workflow.prompts, after.engine.max_num_seqs) == (32, 512)
+    again = call("tune", path, out, "--gpu", "h100", "--write", tmp_path / "more.sh")
+    assert "--write takes one file and settings" in again.err
+
+
+@pytest.mark.parametrize("given", [(), ("workflow.prompts=8", "systems.0.use.0.verl.tp=2")])
+def test_what_is_written_of_an_experiment_runs(tmp_path: Path, given: tuple[str, ...]) -> None:
+    """Settings of its system are written where it has them."""
+    configuration = own(tmp_path, systems=[{"name": "one", "use": [{"verl": {"tp": 4}}]}, "pat"], baseline="one")
+    configuration = replace(configuration, sources=(*configuration.sources, *given))
+    out = tmp_path / "tuned.yaml"
+    for changes in ({"system.tp": 1, "engine.graphs": False}, {"engine.graphs": False}):
+        out.unlink(missing_ok=True)
+        assert configuration.write(changes, out) == ([*given], [])
+        found = load_experiment(out)[0]
+        assert found.engine.graphs is False
+        assert found.workflow.prompts == (8 if given else 16)
+        spec = baseline_of(found.systems, found.baseline)
+        assert dict(spec.parts[0].parameters)["tp"] == (1 if "system.tp" in changes else 2 if given else 4)
+
+
+def test_what_would_be_written_otherwise_than_computed_is_not(tmp_path: Path) -> None:
+    """A value that the command of a script sets a second time, in a form that is not found."""
+    path, out = script(tmp_path), tmp_path / "tuned.sh"
+    path.write_text(path.read_text().replace("trainer.total_epochs=15", f"trainer.total_epochs=15 {SEQS}=64"))
+    configuration = Configuration("verl", (str(path),), Options(tmp_path, "h100"))
+    with pytest.raises(ConfigError, match="would not read as what was computed"):
+        configuration.write({SEQS: 512}, out)
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def tune(
     Example: rlsim tune run.tuned.sh --gpu h100 --check new.log
     Example: rlsim tune experiment.yaml --budget 30 --keep memory_utilization --systems
     """
-    from rlsim.frameworks.draft import check_new, write_changes
+    from rlsim.frameworks.draft import check_new
     from rlsim.results.tune.answer import Wish
     from rlsim.results.tune.answer import tune as search
     from rlsim.results.tune.own import Own
@@ -74,6 +74,8 @@ def tune(
 
     if write is not None:
         check_new(write, Path(sources[0]))
+        if files := [text for text in sources[1:] if Path(text).exists()]:
+            raise ConfigError(f"--write takes one file and settings: {files[0]} would win over what is written")
     refuse("rlsim tune", rollouts=rollouts, log=log, on_policy=on_policy, max_staleness=max_staleness)
     bound = Bound.of("max:0") if on_policy else Bound.of(max_staleness) if max_staleness is not None else None
     wish = Wish(keep or (), allow or (), bound, gpus, money, systems)
@@ -102,10 +104,10 @@ def tune(
     printed = write_json(json_file, found.as_json() | {"own_error": error} | costs)
     if not printed:
         _print(found, dollars, error, verbose=verbose)
-    if write is not None and found.best:
-        write_changes(Path(sources[0]), found.best, write)
+    inside, again = configuration.write(found.best, write) if write is not None and found.best else ([], [])
     if write is not None and not printed:
-        echo(f"wrote {write}" if found.best else "nothing to change: no file was written")
+        more = [f"with {' '.join(inside)} as given"] * bool(inside) + [f"give it {' '.join(again)} again"] * bool(again)
+        echo(", ".join([f"wrote {write}", *more]) if found.best else "nothing to change: no file was written")
 
 
 def _configuration(

@@ -192,7 +192,9 @@ def write_changes(source: Path, changes: Mapping[str, Any], out: Path) -> None:
 
 def _yaml(text: str, changes: Mapping[str, Any], _: Path) -> str:
     from ruamel.yaml import YAML
-    from ruamel.yaml.comments import CommentedMap
+    from ruamel.yaml.comments import CommentedMap, CommentedSeq
+
+    from rlsim.experiment.load import place_in
 
     yaml = YAML()
     yaml.preserve_quotes, yaml.width = True, 4096
@@ -201,10 +203,10 @@ def _yaml(text: str, changes: Mapping[str, Any], _: Path) -> str:
         *parents, last = key.split(".")
         at = data
         for name in parents:
-            if not isinstance(at.get(name), CommentedMap):
+            if (place := place_in(at, name)) is None and not isinstance(at.get(name), CommentedMap | CommentedSeq):
                 at[name] = CommentedMap()
-            at = at[name]
-        at[last] = value
+            at = at[name if place is None else place]
+        at[last if (place := place_in(at, last)) is None else place] = value
     out = StringIO()
     yaml.dump(data, out)
     return out.getvalue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -25,13 +26,16 @@ from rlsim.experiment.steadiness import unsteady
 from rlsim.experiment.summary import means
 from rlsim.experiment.systems import PartSpec, SystemSpec
 from rlsim.frameworks import READERS, read
-from rlsim.frameworks.draft import written
+from rlsim.frameworks.draft import write_changes, written
 from rlsim.frameworks.parts import Options
+from rlsim.frameworks.sources import parsed
 from rlsim.policies.registry import load_policy
 from rlsim.results.tune.space import baseline_of
 
 #: By the option of `rlsim init` that reads them.
 FRAMEWORKS: Mapping[str, str] = {"": "", **{f"--from-{name}": name for name in READERS}}
+#: A setting beside files: `key=value`, or a flag with its value, if it has one.
+_SETTING = re.compile(r"(?:--|\+{1,2}|(?=[^=]*=))(?P<key>[A-Za-z_][\w.-]*)(?:[= ](?P<value>.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -66,14 +70,41 @@ class Configuration:
         own = [f"{keys[name]}={path}" for name, path in paths.items()]
         return replace(self, sources=(*self.sources, *own), options=options)
 
-    def _own(self, changes: Mapping[str, Any]) -> Experiment:
+    def write(self, changes: Mapping[str, Any], out: Path) -> tuple[list[str], list[str]]:
+        """Write the first file with what was given beside it, and these changes, in place. Returns what of the given is
+        in it, and what is to be given again: variables of a script, and choices that are no keys.
+
+        Raises `ConfigError` where that does not read as the configuration with the changes.
+        """
+        file, *more = self.sources
+        dotted = self.framework in ("verl", "skyrl")  # there, what has no dot is a variable
+        found = {text: one for text in more if (one := _SETTING.fullmatch(text))}
+        found = {text: one for text, one in found.items() if "." in one["key"] or (not dotted and one["key"].islower())}
+        given = {self._key(one["key"]): parsed(one["value"] or "true") for one in found.values()}
+        write_changes(Path(file), given | (dict(changes) if self.framework else self._settings(changes)), out)
+        again = [text for text in more if text not in found]
+        left_out, own = {"name", "description", "sources"}, replace(self, sources=(str(out), *again))
+        if own.experiment({}).model_dump(exclude=left_out) != self.experiment(changes).model_dump(exclude=left_out):
+            out.unlink()
+            raise ConfigError(f"{out} would not read as what was computed: add the lines above to your command instead")
+        return [*found], again
+
+    def _key(self, name: str) -> str:
+        return f"--{name}" if self.framework == "slime" and name != "program" else name
+
+    def _settings(self, changes: Mapping[str, Any], *, alone: bool = False) -> dict[str, Any]:
+        """The keys of an experiment for changes of its own and its system's settings; where these change, or `alone`,
+        that is its only one."""
+        own = {key.removeprefix("system."): value for key, value in changes.items() if key.startswith("system.")}
+        others = {key: value for key, value in changes.items() if not key.startswith("system.")}
         experiment, _, _ = load_experiment(self.sources[0], list(self.sources[1:]))
         spec = baseline_of(experiment.systems, experiment.baseline)
-        own = {key.removeprefix("system."): value for key, value in changes.items() if key.startswith("system.")}
         parts = [{part.policy: {**part.parameters, **_taken(part, own)}} for part in spec.parts]
-        others = {key: value for key, value in changes.items() if not key.startswith("system.")}
-        system = {"name": spec.name, "use": parts}
-        settings = {**others, "systems": [system], "baseline": spec.name, "cases": {}}
+        system = {"systems": [{"name": spec.name, "use": parts}], "baseline": spec.name}
+        return {**others, **(system if own or alone else {})}
+
+    def _own(self, changes: Mapping[str, Any]) -> Experiment:
+        settings = {**self._settings(changes, alone=True), "cases": {}}
         return load_experiment(self.sources[0], {**parse_overrides(self.sources[1:]), **settings})[0]
 
 
