@@ -10,6 +10,7 @@ import typer
 from rlsim.base.reading import is_file
 from rlsim.base.refusals import refuse
 from rlsim.cli.common import echo, say, say_notes
+from rlsim.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlsim.frameworks.draft import Draft
@@ -45,6 +46,7 @@ def init(
     Example: rlsim init mine --model mine/config.json --cluster 8xh100 --nccl all_reduce.txt
     """
     from rlsim.cli.starter import starter
+    from rlsim.experiment.load import unread
     from rlsim.frameworks import read
     from rlsim.frameworks.draft import check_free
     from rlsim.frameworks.parts import Options
@@ -61,7 +63,10 @@ def init(
             trace=trace, name=name, network=network,
         )  # fmt: skip
         option = frameworks[0]
-        draft = read(option.removeprefix("--from-"), sources[option] or [], options, verl_version)
+        texts = sources[option] or []
+        if of := next(filter(None, (unread(Path(text)) for text in texts)), ""):
+            raise ConfigError(f"{option} {of}")
+        draft = read(option.removeprefix("--from-"), texts, options, verl_version)
     else:
         draft = starter(
             name or "experiment", folder=folder, cluster=cluster, model=model, trace=trace, calibration=calibration

@@ -26,6 +26,11 @@ _FRAMEWORKS = {
     "SkyRL": (r"-m skyrl|trainer\.placement\.|generator\.(num_)?inference_engine", "--from-skyrl"),
     "AReaL": (r"^allocation_mode:|max_head_offpolicyness|^ +max_concurrent_rollouts:|-m areal\.", "--from-areal"),
 }
+#: The same of those that are not read, and the system that lays out their calls.
+_UNREAD = {
+    "OpenRLHF": (r"\bopenrlhf\.cli\.", ", with the system openrlhf"),
+    "prime-rl": (r"\buv run (rl|inference|trainer|orchestrator) @|^\[orchestrator\b", ""),
+}
 _LOOKED_AT = 100_000  # characters of a file
 
 
@@ -59,9 +64,9 @@ def read_experiment(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, A
     try:
         data = read_yaml(path)
     except ConfigError as error:
-        raise ConfigError(f"{error}{_way_out(path)}") from None
+        raise ConfigError(unread(path) or f"{error}{_way_out(path)}") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"{source}: expected a mapping of keys to values{_way_out(path)}")
+        raise ConfigError(unread(path) or f"{source}: expected a mapping of keys to values{_way_out(path)}")
     if "systems" not in data and (way_out := _way_out(path)):
         raise ConfigError(f"{source} is no experiment of rlsim{way_out}")
     return data, str(source), path.resolve().parent
@@ -123,17 +128,29 @@ def _way_out(path: Path) -> str:
 
 def framework_of(path: Path) -> tuple[str, str]:
     """Whose configuration a file is, and the option of `rlsim init` for it; empty of an experiment, or no file."""
-    if not is_file(path):
-        return "", ""
-    try:
-        with path.open(encoding="utf-8", errors="replace") as opened:
-            text = opened.read(_LOOKED_AT)
-    except OSError:
-        return "", ""
+    text = _head(path)
     if re.search(r"^systems:", text, re.MULTILINE):
         return "", ""
     found = ((name, option) for name, (mark, option) in _FRAMEWORKS.items() if re.search(mark, text, re.MULTILINE))
     return next(found, ("", ""))
+
+
+def unread(path: Path) -> str:
+    """What to do with a configuration of a framework that is not read; empty for any other."""
+    text = "" if framework_of(path)[0] else _head(path)
+    found = ((name, more) for name, (mark, more) in _UNREAD.items() if re.search(mark, text, re.MULTILINE))
+    told = (f"{path}: configurations of {name} are not read, only those of {', '.join(_FRAMEWORKS)}: write an "
+            f"experiment (rlsim init NAME){more}" for name, more in found)  # fmt: skip
+    return next(told, "")
+
+
+def _head(path: Path) -> str:
+    """The beginning of a file; empty where there is none."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as opened:
+            return opened.read(_LOOKED_AT) if is_file(path) else ""
+    except OSError:
+        return ""
 
 
 def _copied(value: Any) -> Any:
