@@ -138,10 +138,9 @@ def test_a_table_is_looked_up_at_the_rows_of_an_expert_that_has_any(experts: int
 
 
 def test_default_blocks_where_none_are_tuned() -> None:
-    shares = {"rows_16": 1.0, "default_16": 0.5, "default_64": 0.25, "memory": 100.0}
-    default = FusedExperts(
-        fit(efficiency=shares, default_blocks=((16, 128), (64, 128)), tuned=((4, 100),)), REF, "bf16"
-    )
+    shares = {"rows_16": 1.0, "default_16": 0.5, "default_64": 0.25, "memory": 1.0}
+    of_blocks = fit(efficiency=shares, default_blocks=((16, 128), (64, 128)), tuned=((4, 100),))
+    default = FusedExperts(of_blocks, REF.model_copy(update={"memory_bytes_per_s": 1e9}), "bf16")
     compute = (4 * 30 + 2 * 100) * 4096 / 1e6
     for held, times in ((4, 1), (8, 2), (5, 16)):  # five: more tokens than experts
         assert default(load(10, 2, experts=held), 30, 100) == pytest.approx(0.5 + times * compute, rel=0.01)

@@ -81,22 +81,38 @@ def test_a_derived_gpu_has_its_own_figures_and_says_whose_kernels(gpu: str) -> N
 
 
 def test_blocks_last_as_long_on_sms_with_fewer_flops() -> None:
-    """Up to the share of the peak that the best block reaches; on faster SMs shares stay what they are."""
+    """Up to the share of the peak that the best block or large products reach, and no more than the peak where a block
+    that never bound has any share on H100; on faster SMs shares stay what they are."""
     source, h20 = load_calibration("h100-vllm"), load_calibration("h20-vllm")
     slower = (989.4e12 / 132) / (148e12 / 78)
     few_rows = 0
     for precision, fit in source.operators.experts.items():
-        best = max(share for name, share in fit.efficiency.items() if name != "memory")
+        best = min(1.0, max(0.94, *(share for name, share in fit.efficiency.items() if name != "memory")))
         after = h20.operators.experts[precision].efficiency
         assert after["memory"] == fit.efficiency["memory"]
         for name, before in fit.efficiency.items():
             if name != "memory":
-                assert after[name] == pytest.approx(max(before, min(before * slower, best)), rel=1e-3)
+                assert after[name] == pytest.approx(min(before * slower, best), rel=1e-3)
                 few_rows += after[name] > 1.5 * before
     assert few_rows >= 3
     blackwell, gb200 = load_calibration("b200-vllm"), load_calibration("gb200-vllm")
     for precision, fit in blackwell.operators.experts.items():
-        assert gb200.operators.experts[precision].efficiency == fit.efficiency
+        capped = {name: share if name == "memory" else min(share, 1.0) for name, share in fit.efficiency.items()}
+        assert gb200.operators.experts[precision].efficiency == capped
+    # Masked pairs of SGLang's kernel for heads of 256 take as long on H20, not 6.7 times.
+    h100, slow = (load_calibration(f"{gpu}-sglang") for gpu in ("h100", "h20"))
+    masked = [one.operators.prefill_attention.windows[256].added_s["masked"] for one in (h100, slow)]
+    assert masked[1] == pytest.approx(masked[0] / slower, rel=1e-3)
+
+
+def test_large_batches_of_experts_on_h20_take_what_was_measured() -> None:
+    """Both products of 128 experts, 8 of a token, 4,096 to 1,536, by DeepGEMM (InferSim); here with all between."""
+    for engine in ("vllm", "sglang"):
+        calibration = load_calibration(f"h20-{engine}")
+        operators = Operators(calibration.operators, calibration.reference)
+        for tokens, seconds in ((4096, 5.620e-3), (8192, 10.178e-3), (32768, 38.227e-3)):
+            found = operators.experts_s(expert_load(tokens, 128, 8), 4096, 1536, "fp8_block")
+            assert found == pytest.approx(1.1 * seconds, rel=0.1)
 
 
 def test_decoding_a_mixture_on_h20_is_bound_by_its_memory() -> None:

@@ -141,12 +141,10 @@ class FusedExperts:
         self._kinds = [*(f"rows_{rows}" for rows in fit.block_rows), *defaults]
 
     def __call__(self, load: ExpertLoad, hidden: float, width: float, projections: int = 2) -> float:
-        """Seconds of one call; never less than the data sheet allows where there is a table."""
+        """Seconds of one call; never less than the data sheet allows."""
         work = self.work(load, hidden, width, projections)
         size = self.weight_bytes(load, hidden, width, projections)
         time = self._kernel.time_s(work, load.rows / load.hit, width, size, 1.0 + load.exponent)
-        if self._fit.table is None:
-            return time
         flops = 2.0 * (projections + 1) * load.rows * hidden * width
         return max(time, flops / self._peak, size / self._reference.memory_bytes_per_s)
 

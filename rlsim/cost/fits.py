@@ -6,7 +6,8 @@ The formulas themselves are in `cost.roofline` and its neighbours. A number that
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -263,6 +264,7 @@ class CollectiveFits(Fitted):
 #: `mma.m16n8k16`), in the other operand's place where they are few. Where tables are from, the weights' way from memory
 #: hides how few rows a block has, so the fits' smallest is 64. On a GPU with few FLOPs for its bandwidth it would not.
 FEWEST_ROWS = 16
+N = TypeVar("N")
 K = TypeVar("K", bound=KernelFit)
 
 
@@ -282,7 +284,8 @@ def carried_operators(
 ) -> OperatorFits:
     """Kernels' fits of `source` for a GPU with these figures: as they are where its SMs are as many.
 
-    Elsewhere products and experts have no tables: what a roofline leaves over on one GPU says little about another.
+    Elsewhere products and experts have tables of few rows alone, where the memory decides, which serves a size as well:
+    what a roofline leaves over of FLOPs on one GPU says little about another.
 
     A block that reaches little of an SM's peak is not bound by the products but by what is moved and issued for them.
     On SMs with fewer FLOP/s that takes as long: the block reaches as much more of their peak, up to what the best block
@@ -292,27 +295,29 @@ def carried_operators(
         return operators
     per_sm = [ref.bf16_flop_per_s / ref.sm_count for ref in (source, reference)]
     slower, most = max(1.0, per_sm[0] / per_sm[1]), reached or 0.0
+    ridge = reference.bf16_flop_per_s / reference.memory_bytes_per_s  # rows; of fewer bytes there are more FLOP/s
+
+    def carried(fits: Mapping[N, K], rows: float = ridge) -> dict[N, K]:
+        return {name: _by_block(fit, slower, most, rows) for name, fit in fits.items()}
+
     update = {
-        "gemm": _of_products(operators.gemm, slower, most),
-        "quantised_gemm": tuple(_of_products(fit, slower, most) for fit in operators.quantised_gemm),
-        "experts": {name: _by_block(fit, slower) for name, fit in operators.experts.items()},
-        "parallel_experts": {name: _by_block(fit, slower) for name, fit in operators.parallel_experts.items()},
-        "other_experts": {
-            kernel: {name: _by_block(fit, slower) for name, fit in fits.items()}
-            for kernel, fits in operators.other_experts.items()
-        },
+        "gemm": _of_products(operators.gemm, slower, most, ridge),
+        "quantised_gemm": tuple(_of_products(fit, slower, most, ridge) for fit in operators.quantised_gemm),
+        "experts": carried(operators.experts),
+        "parallel_experts": carried(operators.parallel_experts),
+        "other_experts": {kernel: carried(fits) for kernel, fits in operators.other_experts.items()},
     }
     if reached:
         for kind in ("prefill_attention", "prefill_attention_fp8"):
             if fit := getattr(operators, kind):
-                heads = {size: _by_block(kernel, slower, most) for size, kernel in fit.heads.items()}
-                update[kind] = fit.model_copy(update={"heads": heads})
+                both = {"heads": carried(fit.heads, 0.0), "windows": carried(fit.windows, 0.0)}
+                update[kind] = fit.model_copy(update=both)
     return operators.model_copy(update=update)
 
 
-def _of_products(fit: ProductFit, slower: float, most: float) -> ProductFit:
+def _of_products(fit: ProductFit, slower: float, most: float, ridge: float) -> ProductFit:
     """With blocks of few rows too, at the efficiency of the smallest ones, where any block may have any rows."""
-    fit = _by_block(fit, slower, most)
+    fit = _by_block(fit, slower, most, ridge)
     if not fit.tiles:  # registers are moved while the products run, which takes as much longer
         hidden = {name: 0.0 if "spilled" in name and slower > 1 else each for name, each in fit.added_s.items()}
         return fit.model_copy(update={"added_s": hidden})
@@ -325,13 +330,24 @@ def _of_products(fit: ProductFit, slower: float, most: float) -> ProductFit:
     return fit.model_copy(update={"tiles": tuple(tiles)})
 
 
-def _by_block(fit: K, slower: float, most: float = 0.0) -> K:
-    """On SMs whose peak is so many times lower, with a share of it for each kind of block."""
-    best = max(most, *(share for name, share in fit.efficiency.items() if name != "memory"))
+def _by_block(fit: K, slower: float, most: float, ridge: float) -> K:
+    """On SMs whose peak is so many times lower, with a share of it for each kind of block, none above the peak (a block
+    that was bound by other things has any share); the `masked` pairs' is one over their time."""
+    best = min(1.0, max(most, *(share for name, share in fit.efficiency.items() if name != "memory")))
     shares = {name: one if name == "memory" else _share(one, slower, best) for name, one in fit.efficiency.items()}
-    return fit.model_copy(update={"efficiency": shares, "table": None})
+    added, table = dict(fit.added_s), fit.table and _of_few_rows(fit.table, ridge)
+    if "masked" in added:
+        added["masked"] = min(added["masked"], 1.0 / _share(1.0 / added["masked"], slower, best))
+    return fit.model_copy(update={"efficiency": shares, "added_s": added, "table": table})
+
+
+def _of_few_rows(table: Correction, ridge: float) -> Correction:
+    """What a table says of fewer rows, its first axis, than FLOPs would count with."""
+    rows = next(iter(table.axes.values()))
+    few = bisect_left(rows, ridge) * len(table.factor) // len(rows)
+    return Correction(axes=table.axes, factor=(*table.factor[:few], *[1.0] * (len(table.factor) - few)))
 
 
 def _share(efficiency: float, slower: float, best: float) -> float:
     """To four digits, as shares are written."""
-    return float(f"{max(efficiency, min(efficiency * slower, best)):.4g}")
+    return float(f"{min(efficiency * slower, best):.4g}")

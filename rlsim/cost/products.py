@@ -206,15 +206,12 @@ class Products:
         """Seconds of `groups` products of an m×k activation and a k×n weight in one kernel.
 
         More than one group stands for a mixture's experts (each with `m` rows); that form is an approximation from
-        plain GEMMs, not measured. Where there is a table, never less than the data sheet allows.
+        plain GEMMs, not measured. Never less than the data sheet allows.
         """
         key = (m, n, k, groups)
         known = self._times.get(key)
         if known is not None:
             return known
-        kernel = self._kernel_at(n, k)
-        time = kernel.time_s(self.work(m, n, k, groups), m)
-        if kernel.surface is not None:
-            time = max(time, self.work.fastest_s(m, n, k, groups))
-        self._times[key] = time
+        time = self._kernel_at(n, k).time_s(self.work(m, n, k, groups), m)
+        time = self._times[key] = max(time, self.work.fastest_s(m, n, k, groups))
         return time

@@ -41,10 +41,13 @@ N = TypeVar("N", float, NDArray[np.float64])
 
 
 class Rates(Protocol):
-    """Peak dense tensor-core rates of a GPU, None where it has no such tensor cores; and over how many SMs."""
+    """Peak dense tensor-core rates of a GPU, None where it has no such tensor cores; its SMs and its memory's rate."""
 
     @property
     def sm_count(self) -> int: ...
+
+    @property
+    def memory_bytes_per_s(self) -> float: ...
 
     @property
     def bf16_flop_per_s(self) -> float: ...
