@@ -333,9 +333,13 @@ def test_chunks_of_llama_4_are_no_windows() -> None:
         for window in (CHUNK, 1024)
     ]
     table = frame("batch tokens window q_heads kv_heads head_dim seconds", rows)
-    known = H100.operators.prefill_attention, H100.reference, "prefill_attention"
-    assert with_windows(*known, table) == with_windows(*known, table[table.window < CHUNK])
-    assert with_windows(*known, table[table.window == CHUNK]) == (known[0], {})
+    for operator in ("decode_attention", "prefill_attention"):
+        known = getattr(H100.operators, operator), H100.reference, operator
+        smaller = with_windows(*known, table[table.window < CHUNK], "sglang")
+        assert with_windows(*known, table, "sglang") == smaller
+        assert with_windows(*known, table[table.window == CHUNK], "sglang") == (known[0], {})
+        _, residuals = with_windows(*known, table, "vllm")
+        assert residuals[f"{operator}_windows_of_{CHUNK}"].ranges["window"] == (CHUNK, CHUNK)
 
 
 # The chart ------------------------------------------------------------------------------------------------------------

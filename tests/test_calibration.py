@@ -53,10 +53,13 @@ def test_every_file_loads_and_states_its_provenance(name: str) -> None:
 BOUNDS = tables("residuals")
 MISSED = {(where, operator): bounds for where, operator, *bounds in BOUNDS["missed"]}
 ON_B200 = re.compile(BOUNDS["on B200"])
+ONE_SIZE = re.compile(r"_windows_of_\d+$")
 
 
 def bounds(name: str, engine: str, operator: str) -> tuple[float, float, float]:
     """The largest median, 90th percentile and bias."""
+    if ONE_SIZE.search(operator):
+        return BOUNDS["of one size of windows"]
     quantised = operator.endswith("_windows") or any(f"_{precision}" in operator for precision in PRECISIONS)
     kind = "quantised" if quantised else "usual"
     if operator == "exchange" or operator.startswith("experts"):
@@ -72,13 +75,14 @@ def test_kernels_on_hopper_keep_the_target(name: str) -> None:
         median, p90, bias = bounds(name, calibration.engine, operator)
         assert (found.median <= median) & (found.p90 <= p90), (operator, found.median, found.p90)
         assert abs(found.bias) < bias, operator
-        assert found.count >= 50, operator
+        assert found.count >= 50 or ONE_SIZE.search(operator), operator
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(("h100", "h200"))])
 def test_kernels_elsewhere_are_within_bounds(name: str) -> None:
     for operator, found in load_calibration(name).residuals.items():
         usual = (0.07, 0.045) if operator.startswith("experts") else (0.08, 0.04)
+        usual = (0.11, 0.08) if ONE_SIZE.search(operator) else usual
         median, bias = BOUNDS["elsewhere"].get(operator, usual)
         assert found.median < median, operator
         assert abs(found.bias) < bias, operator

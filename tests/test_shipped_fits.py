@@ -1,13 +1,15 @@
 """What no kernel and no step of a shipped calibration may do: beat the data sheet, or fall where work grows."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 
-from rlsim.cost.calibration import load_calibration
+from rlsim.cost.calibration import calibration_names, load_calibration
+from rlsim.cost.experts import expert_load, peak_of
 from rlsim.cost.operators import Operators
-from rlsim.cost.roofline import RooflineStep
+from rlsim.cost.roofline import RooflineStep, for_model, step_cost
 from rlsim.cost.step import Chunk
+from rlsim.errors import CalibrationError
 from rlsim.models.hardware import load_cluster
 from rlsim.models.model import load_model
 
@@ -51,6 +53,49 @@ def test_fitted_gemm_never_beats_the_data_sheet(fitted: Operators) -> None:
         for n, k in ((1024, 1024), (8192, 8192), (28672, 4096)):
             assert fitted.gemm_s(m, n, k) > 2 * m * n * k / ref.bf16_flop_per_s
             assert fitted.gemm_s(m, n, k) > 2 * n * k / ref.memory_bytes_per_s
+
+
+@pytest.mark.parametrize("name", calibration_names())
+def test_no_kernel_of_any_calibration_beats_the_data_sheet(name: str) -> None:
+    """Products and experts of few rows and many; attention of prompts and decode, with windows of any size; no pair of
+    a query and a key within a window takes less than it does without one."""
+    calibration = load_calibration(name)
+    ref, plain = calibration.reference, Operators(calibration.operators, calibration.reference)
+    for precision in plain.fits.gemms:
+        for m, n, k in product((1, 16, 128, 8192), (1024, 28672), (1024, 8192)):
+            assert plain.gemm_s(m, n, k, 1, precision) >= 2 * m * n * k / (peak_of(ref, precision) * (1 + 1e-9))
+    for model in map(load_model, ("olmo-3-32b", "gemma-3-27b", "gemma-2-9b", "gpt-oss-20b", "mistral-7b-v0.1")):
+        (attention,) = {one.attention for one in model.groups if one.attention.window_tokens}
+        q, kv, size = attention.heads, attention.kv_heads_per_gpu(1), attention.head_elements // 2
+        window, kernels = attention.window_tokens, plain.prompt_kernels
+        for chunks in ([(2048.0, 0.0)] * 4, [(32768.0, 0.0)], [(8192.0, 32768.0)]):
+            found = kernels.work(chunks, q, kv, size, window)
+            share = kernels.reached(size) if found.cut and size in plain.fits.prefill_attention.windows else 1.0
+            least_s = found.pairs * 4 * size * q / ref.bf16_flop_per_s / min(share, 1.0)
+            assert kernels.time_s(chunks, q, kv, size, window) >= least_s * (1 - 1e-9), (model.name, chunks)
+        for batch in (1, 64, 1024):
+            read_s = batch * window * kv * size * 4 / ref.memory_bytes_per_s
+            assert plain.decode_kernels.curve(batch, kv, size, window).step_s(batch * window) >= read_s
+    for mixture, precision in product(("mixtral-8x7b", "qwen3-30b-a3b"), ("bf16", "fp8_block")):
+        try:
+            model = load_model(mixture).served(precision)
+            operators = Operators(for_model(model, calibration).operators, ref)
+        except CalibrationError:  # a precision that the GPU lacks
+            continue
+        mlp = model.layers[0].mlp
+        for tokens in (1, 64, 1024, 8192):
+            load = expert_load(tokens, mlp.experts, mlp.active)
+            floor_s = 6 * load.rows * model.hidden_size * mlp.width / peak_of(ref, precision)
+            assert operators.experts_s(load, model.hidden_size, mlp.width, precision) >= floor_s * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_gpu_of_fewer_flops_and_the_same_bandwidth_is_no_faster(engine: str) -> None:
+    """L20 has a third of L40S' FLOPs; what a product of few rows leaves of the bandwidth is the same."""
+    for model in (load_model("qwen3-8b"), load_model("qwen3-8b").served("fp8")):
+        l40s, l20 = (step_cost(model, 1, load_cluster(f"8x{gpu}"), f"{gpu}-{engine}") for gpu in ("l40s", "l20"))
+        for batch in (1, 8, 32, 128):
+            assert l20.decode(batch).step_s(batch * 1024) > 0.99 * l40s.decode(batch).step_s(batch * 1024)
 
 
 def test_fitted_decode_attention_grows_with_context_and_batch(fitted: Operators) -> None:

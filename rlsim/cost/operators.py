@@ -247,7 +247,8 @@ class Prompts(NamedTuple):
     tokens: float  # new ones
     pairs: float  # of a query and a key that it attends to
     cut: bool  # by a window
-    least_s: float  # at the data sheet's bandwidth
+    flops_s: float  # at the peak of bf16
+    least_s: float  # at the data sheet's rates
 
 
 class PromptKernels:
@@ -260,6 +261,8 @@ class PromptKernels:
 
     def __init__(self, fit: AttentionFit, reference: Reference) -> None:
         self._bytes, self._reference = KV_BYTES[fit.kv_precision], reference
+        fp8 = reference.fp8_flop_per_s if fit.kv_precision == "fp8" else None  # queries may be in it, too
+        self._slower = reference.bf16_flop_per_s / (fp8 or reference.bf16_flop_per_s)  # than the fastest rate
         self._whole = _Kernels(fit.heads, PROMPT_AXES)
         self._windows = _Kernels(fit.windows, PROMPT_WINDOW_AXES)
         self._kernel_at = cache(self._of_heads)
@@ -296,15 +299,16 @@ class PromptKernels:
         ref, flop = self._reference, 4.0 * head_dim
         size = (tokens * q_heads * 2 * BF16_BYTES + read * kv_heads * 2 * self._bytes) * head_dim
         rate, memory_s = ref.bf16_flop_per_s, size / ref.memory_bytes_per_s
+        flops_s = flop * q_heads * doubled / 2 / rate
         resources = {
-            "compute": flop * q_heads * doubled / 2 / rate,
+            "compute": flops_s,
             "block": flop * BLOCK_QUERIES * longest * ref.sm_count / rate,
             "memory": memory_s,
         }
         added = {"queries": tokens * q_heads}
         if cut:
             added["masked"] = flop * q_heads * masked / 2 / rate
-        return Prompts(Work(resources, added), tokens, doubled / 2, cut, memory_s)
+        return Prompts(Work(resources, added), tokens, doubled / 2, cut, flops_s, max(memory_s, flops_s * self._slower))
 
     def time_s(
         self,
@@ -314,12 +318,14 @@ class PromptKernels:
         head_dim: float,
         window_tokens: int | None = None,
     ) -> float:
-        """Seconds of one layer; with a window a query attends to its last `window_tokens` tokens."""
+        """Seconds of one layer; with a window a query attends to its last `window_tokens` tokens, and a pair takes no
+        less than it does without."""
         found = self.work(chunks, q_heads, kv_heads, head_dim, window_tokens)
         windows = found.cut and head_dim in self._windows
+        least_s = max(found.least_s, found.flops_s / self.reached(head_dim) if windows else 0.0)
         kernel, count = self._kernel_at(q_heads, kv_heads, head_dim, windows), len(chunks)
         new = found.tokens / count if windows else 2.0 * found.pairs / found.tokens
-        return max(kernel.time_s(found.work, count, new), found.least_s)
+        return max(kernel.time_s(found.work, count, new), least_s)
 
     def reached(self, head_dim: float) -> float:
         """Share of the peak of bf16 at which long prompts are computed."""

@@ -208,7 +208,7 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
     in_windows: dict[str, Residual] = {}
     for operator, table in _windows(data, measured.sources[0]).items():
         part = kernels[operator]
-        fit, residuals = with_windows(part.fit, ref, operator, table)
+        fit, residuals = with_windows(part.fit, ref, operator, table, engine)
         kernels[operator] = replace(part, fit=fit)
         in_windows |= residuals
     node = measured_node(gpu.name, ref)

@@ -45,8 +45,8 @@ GROUP = 8  # query heads per KV head in the models RL runs use
 PLAUSIBLE = 0.95  # rows that would need more of the peak bandwidth were served from L2 in part
 SHORTEST_PROMPT = 16  # tokens of the shortest prompts that are fitted where there are many
 LONG_PROMPT = 1024  # tokens of the prompts that have a residual of their own
-#: Windows of this size are Llama 4's chunks (SGLang's rows take the time of chunks, not of windows). A prompt's chunks
-#: are sequences of their own to rlsim.
+#: Windows of this size are Llama 4's chunks: SGLang's rows take the time of chunks, not of windows, or on Blackwell of
+#: all tokens. A prompt's chunks are sequences of their own to rlsim.
 CHUNK = 8192
 #: Few prompts tell the share of the bandwidth: a free one stands for something else and does not carry to other GPUs.
 OF_PROMPTS = {"held": {"memory": 0.8}, "blend": 2.0}
@@ -271,22 +271,28 @@ def _prompts(table: pd.DataFrame, ref: Reference, kv: KvPrecision) -> Fitted[Att
 
 
 def with_windows(
-    fit: AttentionFit, ref: Reference, operator: str, table: pd.DataFrame
+    fit: AttentionFit, ref: Reference, operator: str, table: pd.DataFrame, engine: Engine
 ) -> tuple[AttentionFit, dict[str, Residual]]:
     """`fit` of an operator with kernels of `table` (batch, tokens, window, q_heads, kv_heads, head_dim, seconds), and
-    their residual, of batches and heads that no fit has seen."""
+    their residuals by size of window, of batches and heads that no fit has seen."""
     used = (table.q_heads <= GROUP * table.kv_heads) & table.head_dim.isin((HEAD_DIM, *OTHER_HEAD_DIMS))
-    decode = operator == DECODE.operator
-    rows = table[used if decode else used & (table.window < CHUNK)].reset_index(drop=True)
-    if rows.empty:
+    decode, chunks = operator == DECODE.operator, (table.window == CHUNK) & (engine == "sglang")
+    rows = table[used if decode else used & ~chunks].assign(context=table.tokens, new=table.tokens, prior=0)
+    told = ~chunks[rows.index].to_numpy()
+    if not told.any():
         return fit, {}
-    rows, test = rows.assign(context=rows.tokens, new=rows.tokens, prior=0), held_out(heads_of(rows))
+    rows, test = rows[told].reset_index(drop=True), held_out(heads_of(rows))[told]
     own = {int(dim): ~test & (rows.head_dim == dim) for dim in sorted(rows.head_dim.unique())}
     name = f"{operator}_windows"
     windows = {dim: _kernel(operator, "bf16", ref, rows[mask], KNOTS[name]) for dim, mask in own.items() if mask.any()}
     fit = fit.model_copy(update={"windows": windows})
-    points = compared(DECODE if decode else PROMPTS, fit, ref, rows[test], True, name)
-    return fit, {name: residual_of(points, rows[["batch", "tokens", "window", "head_dim"]], WINDOWS_NOTE)}
+    kernel, unseen, residuals = DECODE if decode else PROMPTS, rows[test], {}
+    sizes = {f"_of_{size}": one for size, one in unseen.groupby("window")} if unseen.window.nunique() > 1 else {}
+    for which, some in {"": unseen, **sizes}.items():  # many rows of one size would hide few ones of another
+        points = compared(kernel, fit, ref, some, True, name + which)
+        ranges = some[["batch", "tokens", "window", "head_dim"]]
+        residuals[name + which] = residual_of(points, ranges, WINDOWS_NOTE)
+    return fit, residuals
 
 
 # Unequal contexts -----------------------------------------------------------------------------------------------------
