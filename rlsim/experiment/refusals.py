@@ -32,7 +32,7 @@ from rlsim.models.layers import FullAttention
 from rlsim.models.model import Model
 from rlsim.sim.continuous import Continuous
 from rlsim.sim.control import asked
-from rlsim.workflow import Workflow
+from rlsim.workflow import Call, Workflow
 from rlsim.workflow.memory import MARGIN
 
 
@@ -63,6 +63,7 @@ def check_calls(loaded: LoadedExperiment, system: System, graph: Workflow) -> No
         given=given,
         idle=[call.name for call in graph.generating if not graph.samples(call.name, responses)],
         left=responses - given if graph.generating else 0,
+        unfed=next((call.name for call in graph.generating if not _is_fed(call, graph)), ""),
         several=" and ".join(call.name for call in graph.generating) if len(graph.generating) > 1 else "",
         streamed=("sample", "train") in ways,
         chunked="chunk" in {grain for grain, _ in ways},
@@ -73,6 +74,13 @@ def check_calls(loaded: LoadedExperiment, system: System, graph: Workflow) -> No
         endless=endless(system),
         planner=planner(system),
     )
+
+
+def _is_fed(call: Call, graph: Workflow) -> bool:
+    """Whether an edge from a sync or training brings a call new weights, if its model is trained."""
+    before = [graph.call(name) for name in graph.beside(call.name)[0]]
+    trained = any(one.kind == "train" and one.model == call.model for one in graph.calls)
+    return not trained or any(one.kind in ("sync", "train") and one.model == call.model for one in before)
 
 
 # ---- whether a framework and its engine start with settings, over names and values ----------------------------------
