@@ -138,6 +138,29 @@ class Shortens(Base):
             request.response_tokens -= 1
 
 
+class GivesUp(Base):
+    """Stops before anything is finished."""
+
+    every_s = 0.01
+
+    def on_timer(self, view: RolloutView) -> Stop:
+        return Stop()
+
+
+class Nothing(Batching):
+    def launch(self, feed: PromptFeed) -> Launch:
+        return Launch((), feed.responses)
+
+
+class Backwards(Batching):
+    def launch(self, feed: PromptFeed) -> Launch:
+        return Launch(feed.take(-1), feed.responses)
+
+
+def raises(view: RolloutView, key: int = 3) -> None:
+    raise KeyError(key)
+
+
 class Few(Batching):
     """Launches less than a batch."""
 

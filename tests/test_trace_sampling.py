@@ -110,6 +110,9 @@ def test_too_few_samples_are_used_again_or_left_out_with_a_note() -> None:
     assert any("2 of 6 prompts" in n and "used again" in n for n in sampler.notes)
     rows = sampler.step(0).row.reshape(5, 8)
     assert sorted(len(set(r)) for r in rows) == [4, 4, 8, 8, 8]
+    thin = [grid(3, 8).frame.assign(epoch=e) for e in (0, 2)] + [grid(3, 1).frame.assign(epoch=1)]
+    notes = StepSampler(make_trace(pd.concat(thin)), 3, 8).notes
+    assert "no prompt of epoch 1 is left: those after it move up" in notes
 
 
 def test_beyond_the_last_epoch_and_more_prompts_than_there_are() -> None:

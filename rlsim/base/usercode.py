@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import unwrap
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -97,7 +98,7 @@ def told(error: BaseException, function: Any = None) -> str:
     text = str(error) if isinstance(error, ModuleNotFoundError) else f"{type(error).__name__}: {error}".rstrip(": ")
     if isinstance(error, SystemExit):
         text = f"it leaves Python (exit code {error.code})"
-    line = _line(error, getattr(getattr(function, "__code__", None), "co_filename", ""))
+    line = _line(error, getattr(getattr(unwrap(function), "__code__", None), "co_filename", ""))
     return line.put(text) if line else defined(function, text)
 
 

@@ -11,12 +11,11 @@ get, must cope with odd batches (one request, equal lengths, nothing but preempt
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
 
 from rlsim.base.hooks import overridden
 from rlsim.base.refusals import refuse
@@ -142,7 +141,8 @@ def _check(make: Callable[[], System], batch: Batch, tally: Tally) -> None:
         both = first.seen.merge(second.seen, left_index=True, right_index=True, suffixes=("", "_there"))
         changed = both.loc[both["truth"] != both["truth_there"], ["left_at", "left_at_there"]]
         ends = (run.seen["left_at"].max() for run in (first, second))
-        _no_peeking(first, second, np.nanmin([changed.min(axis=None), *ends]))
+        moments = [*changed.to_numpy().ravel(), *ends]
+        _no_peeking(first, second, min(moment for moment in [*moments, math.inf] if not math.isnan(moment)))
 
 
 def _same(first: Played, second: Played) -> None:

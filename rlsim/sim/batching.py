@@ -31,7 +31,9 @@ class PromptFeed:
         self._next = 0
 
     def take(self, count: int) -> tuple[Prompt, ...]:
-        """The next `count` prompts."""
+        """The next `count` prompts; raises `ValueError` for a number below 0."""
+        if count < 0:
+            raise ValueError(f"feed.take({count}): expected a number of prompts")
         first, self._next = self._next, self._next + count
         return tuple(Prompt(position) for position in range(first, self._next))
 

@@ -87,14 +87,14 @@ class Launch(Action):
     to: tuple[int, ...] = ()
 
     def proper(self) -> bool:
-        """Whether no prompt is launched twice, and each has at least one response, too."""
+        """Whether there are prompts, none is launched twice, and each has at least one response, too."""
         if not (is_whole(self.samples) and is_whole(self.budget_tokens, 0) and are_numbers(self.to)):
             return False
         if not (isinstance(self.prompts, Sequence) and isinstance(self.resume, Sequence)):
             return False
         prompts = [*self.prompts, *self.resume]
         are = all(isinstance(p, Prompt) and is_whole(p.position, 0) and is_whole(p.first_sample, 0) for p in prompts)
-        return are and len({prompt.position for prompt in prompts}) == len(prompts)
+        return are and bool(prompts) and len({prompt.position for prompt in prompts}) == len(prompts)
 
     def carry_out(self, rollout: Any) -> None:
         rollout.launch(self)

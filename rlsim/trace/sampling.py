@@ -232,6 +232,8 @@ class StepSampler:
             self.notes.append(f"{few} of {len(counts)} prompts have fewer than {need} samples and are left out")
             kept = [e.rows[np.repeat(e.count >= need, e.count)] for e in per_epoch]
             per_epoch = [_sorted_rows(rows, codes) for rows in kept if len(rows)]
+            if gone := [str(e) for e, rows in zip(np.unique(epoch).tolist(), kept, strict=True) if not len(rows)]:
+                self.notes.append(f"no prompt of epoch {', '.join(gone)} is left: those after it move up")
         if short:
             self.notes.append(
                 f"{short} of {len(counts)} prompts have fewer than {self.responses} samples: theirs are used again"
