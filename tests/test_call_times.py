@@ -11,7 +11,7 @@ from rlsim.cost.layout import Layout
 from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.cost.strategy import TRAFFIC, TrainEfficiency, TrainStrategy, unfused_of
 from rlsim.cost.train import TrainCost
-from rlsim.cost.transfer import gather_s
+from rlsim.cost.transfer import gather_s, host_copy_s
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.placed import PlacedExperiment
@@ -89,7 +89,8 @@ def test_a_weight_sync_goes_to_the_rollouts_layout() -> None:
         copied_s = 2 * rollout_weight_bytes(alone.model, tp) / alone.cluster.gpu.memory_bytes_per_s
         source = Layout.of(0, alone.strategy)
         gathered_s = gather_s(alone.model, collectives(), alone.cluster, source, over_tp=tp != 2)
-        assert seconds("weight_sync", tp) == pytest.approx(gathered_s + copied_s)
+        onloaded_s = host_copy_s(alone.model.weight_bytes / alone.strategy.tp, alone.cluster.host)
+        assert seconds("weight_sync", tp) == pytest.approx(onloaded_s + gathered_s + copied_s)
     assert seconds("weight_sync", 2) != seconds("weight_sync", 4)
 
 

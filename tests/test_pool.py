@@ -16,12 +16,12 @@ from rlsim.workflow import Call
 Kind = Literal["train", "generate", "sync"]
 
 
-def served(first: set[int], then: Sequence[tuple[str, set[int], Kind, int]]) -> list[list[str]]:
-    """Who has GPUs at each turn: one call holds `first`, the others ask in this order, each with its step; all that
-    hold GPUs let go of them at once, turn after turn."""
+def served(first: set[int], then: Sequence[tuple[str, set[int], Kind, bool]]) -> list[list[str]]:
+    """Who has GPUs at each turn: one call holds `first`, the others ask in this order, some streaming; all that hold
+    GPUs let go of them at once, turn after turn."""
     pool = GpuPool(simpy.Environment())
     assert pool.acquire(first, "train").triggered
-    waiting = {name: (gpus, pool.acquire(gpus, kind, step)) for name, gpus, kind, step in then}
+    waiting = {name: (gpus, pool.acquire(gpus, kind, streams=streams)) for name, gpus, kind, streams in then}
     held, turns = [first], []
     while waiting:
         pool.release({gpu for gpus in held for gpu in gpus})
@@ -41,21 +41,22 @@ def test_nobody_passes_a_call_that_waits_for_the_same_gpus_and_others_begin_toge
     assert [event.triggered for event in (both, one)] == [True, False]
     pool.release({0, 1})
     assert one.triggered
-    asked: list[tuple[str, set[int], Kind, int]]
-    asked = [("a", {0}, "train", 0), ("b", {1, 2}, "train", 0), ("c", {2}, "train", 0)]
+    asked: list[tuple[str, set[int], Kind, bool]]
+    asked = [("a", {0}, "train", False), ("b", {1, 2}, "train", False), ("c", {2}, "train", False)]
     assert served({0, 1, 2}, asked) == [["a", "b"], ["c"]]
 
 
-def test_syncs_go_before_calls_of_later_steps_that_wait_and_before_nobody_else() -> None:
-    asked: list[tuple[str, set[int], Kind, int]] = [
-        ("train", {0}, "train", 1),
-        ("generate", {0}, "generate", 2),
-        ("inference", {0}, "train", 1),
-        ("sync", {0}, "sync", 1),
-        ("second sync", {0}, "sync", 1),
-    ]
-    assert served({0}, asked) == [["train"], ["sync"], ["second sync"], ["generate"], ["inference"]]
-    asked = [("train", {0}, "train", 0), ("sync", {0}, "sync", 0)]
+def test_syncs_go_before_generations_and_streams_that_wait_and_before_nobody_else() -> None:
+    for passed in ("generate", "train"):
+        asked: list[tuple[str, set[int], Kind, bool]] = [
+            ("train", {0}, "train", False),
+            ("passed", {0}, passed, passed == "train"),
+            ("inference", {0}, "train", False),
+            ("sync", {0}, "sync", False),
+            ("second sync", {0}, "sync", False),
+        ]
+        assert served({0}, asked) == [["train"], ["sync"], ["second sync"], ["passed"], ["inference"]]
+    asked = [("train", {0}, "train", False), ("sync", {0}, "sync", False)]
     assert served({0}, asked) == [["train"], ["sync"]]
     # One that generates already does not wait.
     pool = GpuPool(simpy.Environment())

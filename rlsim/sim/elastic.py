@@ -159,7 +159,7 @@ class ElasticCall:
                 idle.append(env.event())
                 yield idle[-1]
                 continue
-            granted = self._pool.acquire(gpus, self._call.kind, self._recorder.step, guest=worker.guest)
+            granted = self._pool.acquire(gpus, self._call.kind, streams=True, guest=worker.guest)
             at_once = granted.triggered
             self._coming += at_once
             self._rouse()

@@ -1,9 +1,10 @@
 """Who has which GPUs: calls, which hold them alone, or generation, which borrows those of training; costs there.
 
-A call starts when every GPU of its mesh is free: first come, first served, but for weight syncs: one goes before calls
-of later steps that wait. Where steps overlap, these may have waited for longer, and the trainer of the earlier step, or
-the generation that its weights are for, would stand still for as long as they take. And but for guests, who borrow what
-others leave idle: they go after all of these, and after all who ask at the same moment.
+A call starts when every GPU of its mesh is free: first come, first served, but for weight syncs: one goes before the
+generations that wait, and the calls that take responses as they come. Where steps overlap, these may have waited for
+longer than the sync of an earlier step, and that step's trainer, or the generation that its weights are for, would
+stand still for as long as they take. (Without overlap none of them can wait while weights are still to come.) And but
+for guests, who borrow what others leave idle: they go after all of these, and after all who ask at the same moment.
 
 `rlsim.sim.elastic` has training's replicas on GPUs of generation, this file generation's *hybrid* replicas on those of
 training, while training waits for its batch. A control says when they come (`Borrow`) and go (`Release`).
@@ -69,11 +70,11 @@ class _Waiting(NamedTuple):
     rank: tuple[float, int, int]  # its place in the order of all that wait
     gpus: frozenset[int]
     granted: simpy.Event
-    step: float
+    yields: bool  # to syncs
 
 
 class GpuPool:
-    """Hands out sets of GPUs. A call is passed by those that want none of its GPUs, and by syncs of earlier steps."""
+    """Hands out sets of GPUs. Calls that want none of the GPUs that a call waits for pass it, and weight syncs do."""
 
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
@@ -82,15 +83,18 @@ class GpuPool:
         self._queues: defaultdict[int, list[_Waiting]] = defaultdict(list)  # by GPU, in the order of ranks
         self.on_wait: Callable[[frozenset[int]], None] | None = None  # is told what a call waits for, as it begins to
 
-    def acquire(self, gpus: Iterable[int], kind: CallKind, step: float = inf, *, guest: bool = False) -> simpy.Event:
-        """An event that fires when all of `gpus` are the caller's, of that kind and step; at once if they are free.
+    def acquire(
+        self, gpus: Iterable[int], kind: CallKind, *, streams: bool = False, guest: bool = False
+    ) -> simpy.Event:
+        """An event that fires when all of `gpus` are the caller's, a call of that kind; at once if they are free.
 
-        A `guest` waits behind everybody else, who may ask later in this moment or its wait; `withdraw` ends that.
+        One that `streams` takes responses as they come. A `guest` waits behind everybody else, who may ask later in this moment or its wait; `withdraw` ends that.
         """
         self._calls += 1
         wanted, sync, place = frozenset(gpus), kind == "sync", inf if guest else self._calls
-        passed = [call.rank[0] for gpu in wanted for call in self._queues[gpu] if sync and call.step > step]
-        call = _Waiting((min([place, *passed]), not sync, self._calls), wanted, self._env.event(), step)
+        passed = [call.rank[0] for gpu in wanted for call in self._queues[gpu] if sync and call.yields]
+        rank, yields = (min([place, *passed]), not sync, self._calls), streams or kind == "generate"
+        call = _Waiting(rank, wanted, self._env.event(), yields)
         for gpu in wanted:
             insort(self._queues[gpu], call, key=_rank)
         self._turn(call)

@@ -148,7 +148,7 @@ class _Run(Machine):
     ) -> _Process[Ran]:
         """All of a call, or its work on one of so many windows of the batch, on all its GPUs."""
         self._begins(call, step)
-        yield self.pool.acquire(placement.gpus, call.kind, step)
+        yield self.pool.acquire(placement.gpus, call.kind, streams=window is not None)
         samples = self.steps[step].trained_on(self.takes[call.name]) if window is None else window
         start_at, parts = self.env.now, self._parts(call, placement, samples, windows)
         yield from self._occupy(call, step, placement.gpus, parts)
@@ -166,7 +166,7 @@ class _Run(Machine):
         """The generation stage of a step, from whose start on the judge has its GPUs."""
         judging = () if step in self.judged else self.judging  # which the first that generates brings
         self.judged.add(step)
-        yield self.pool.acquire((*placement.gpus, *judging), call.kind, step)
+        yield self.pool.acquire((*placement.gpus, *judging), call.kind)
         start_at = self.env.now
         if judging:
             self.env.process(self._keep_for_judge(step))
@@ -191,7 +191,7 @@ class _Run(Machine):
         calls = self.what.workflow.calls
         rollout = {gpu for c in calls if c.kind == "generate" for gpu in self.what.plan.of(c.name).gpus}
         own = tuple(gpu for gpu in placement.gpus if gpu not in rollout)
-        yield self.pool.acquire(own, call.kind, step)
+        yield self.pool.acquire(own, call.kind)
         if generation.relays:
             relay, start_at = self.what.times.relay(call), self.env.now
             parts: Parts = (("weights", relay.push_s),)
@@ -239,7 +239,7 @@ class _Run(Machine):
         yield work.done
         state.flow.close(call.name)
         if finish := tuple(work.finish):
-            yield self.pool.acquire(placement.gpus, call.kind, step)
+            yield self.pool.acquire(placement.gpus, call.kind)
             yield from self._occupy(call, step, placement.gpus, finish)
         _add(work.parts_s, finish)
         return Ran(min(work.started_at, self.env.now), tuple(work.parts_s.items()), tuple(work.samples), ready_at)
@@ -253,6 +253,7 @@ class _Run(Machine):
         env, state, windows = self.env, self.steps[step], self.what.workflow.windows
         inbox = state.flow.inboxes[call.name]
         size = self.what.feed.prompts * self.what.feed.responses // windows
+        ahead = any(edge.exact and edge.lag > 1 for edge in self.what.workflow.edges)
         yield inbox.at_least(size)
         ready_at, start_at, parts_s, taken = env.now, NAN, dict[str, float](), 0
         for window in range(windows):
@@ -265,7 +266,8 @@ class _Run(Machine):
             if self.what.workflow.group_advantage:
                 end = _end_of_prompt(inbox.samples, end)
             samples, taken = inbox.samples[taken:end], end
-            yield from until_over(env)  # weights that are ready at this moment go out before responses are used
+            if ahead:
+                yield from until_over(env)  # weights that are ready at this moment go out before responses are used
             if self.what.workflow.elastic and call.kind == "train":
                 work = self._elastic(closed(env, samples), call, step, placement)
             else:
@@ -285,7 +287,7 @@ class _Run(Machine):
         yield inbox.first
         ready_at = env.now
         if not placement.shared:
-            yield self.pool.acquire(placement.gpus, call.kind, step)
+            yield self.pool.acquire(placement.gpus, call.kind)
         start_at, beside = env.now, self._beside(placement, step)
         served = self._served(engine, call, step, placement, beside)
         scorer = state.scorers[call.name] = StreamingScorer(*served, beside.share if beside else None)
