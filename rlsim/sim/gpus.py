@@ -88,7 +88,8 @@ class GpuPool:
     ) -> simpy.Event:
         """An event that fires when all of `gpus` are the caller's, a call of that kind; at once if they are free.
 
-        One that `streams` takes responses as they come. A `guest` waits behind everybody else, who may ask later in this moment or its wait; `withdraw` ends that.
+        One that `streams` takes responses as they come. A `guest` waits behind everybody else, who may ask later in
+        this moment or its wait; `withdraw` ends that.
         """
         self._calls += 1
         wanted, sync, place = frozenset(gpus), kind == "sync", inf if guest else self._calls
