@@ -17,9 +17,9 @@ import rlsim
 from rlsim.base.charts import chart_spec, save_chart, vega_script
 from rlsim.errors import ConfigError, RlsimError
 from rlsim.experiment.result import Result
+from rlsim.experiment.verdict import judge
 from rlsim.models.hardware import load_cluster
 from rlsim.models.precision import PRECISIONS
-from rlsim.results.comparison.verdict import judge
 from rlsim.results.report.chosen_run import choose
 from rlsim.results.report.gantt import MOST_MARKS, gantt
 from rlsim.results.report.method import findings

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from rlsim.experiment.summary import EXPLAINED
-from rlsim.results.comparison.verdict import Judged, decided, judge
+from rlsim.experiment.verdict import Judged, decided, judge
 from rlsim.results.report.method import cases_sentence
 from rlsim.results.report.speedups import VERDICTS, speedups
 

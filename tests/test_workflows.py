@@ -12,7 +12,7 @@ import rlsim
 from rlsim.cli.running import _tables
 from rlsim.errors import ConfigError
 from rlsim.experiment.systems import parse_systems
-from rlsim.results.comparison.verdict import judge
+from rlsim.experiment.verdict import judge
 from rlsim.workflow import Call, Edge, Workflow, dpo, grpo, online_dpo, ppo, remax
 
 

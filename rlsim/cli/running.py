@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from rlsim.experiment.result import Result
-    from rlsim.results.comparison.verdict import Verdict
+    from rlsim.experiment.verdict import Verdict
 
 #: Less than this share of a time is rounding.
 ROUNDING = 1e-6
@@ -122,7 +122,7 @@ def run_and_print(
             progress=progress,
         )  # fmt: skip
     from rlsim.experiment.ledger import ledgers
-    from rlsim.results.comparison.verdict import judge
+    from rlsim.experiment.verdict import judge
 
     summary = result.summary()
     cases = {str(case): rows for case, rows in summary.groupby("case", sort=False)}

@@ -112,7 +112,7 @@ def _counted(definition: Definition) -> str:
 
 def _print(found: SweepResult, definition: Definition) -> None:
     from rlsim.experiment.summary import EXPLAINED
-    from rlsim.results.comparison.verdict import judge
+    from rlsim.experiment.verdict import judge
 
     summary = found.summary()
     unlike = (summary["speedup"] / summary["token_speedup"] - 1).abs() > EXPLAINED

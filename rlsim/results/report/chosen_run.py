@@ -12,7 +12,7 @@ import pandas as pd
 from rlsim.base.formats import listed
 from rlsim.errors import CatalogueError, ConfigError, unknown_name
 from rlsim.experiment.result import Result, Results, open_results
-from rlsim.results.comparison.verdict import judge
+from rlsim.experiment.verdict import judge
 from rlsim.results.sweeps.store import DEFINITION
 
 #: More seeds or steps than these are counted in messages, not listed.

@@ -13,8 +13,8 @@ from rlsim.base.formats import Table, written
 from rlsim.cost.step import KINDS
 from rlsim.experiment.ledger import ledgers, turns
 from rlsim.experiment.result import Result
+from rlsim.experiment.verdict import Verdict, judge
 from rlsim.models.precision import PRECISIONS
-from rlsim.results.comparison.verdict import Verdict, judge
 from rlsim.results.report.page import (
     Block,
     CaseSetup,

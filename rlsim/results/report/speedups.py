@@ -14,7 +14,7 @@ from rlsim.base.formats import Table, columns_of, written
 from rlsim.experiment.result import Result
 from rlsim.experiment.steadiness import comparable
 from rlsim.experiment.summary import half_interval, means
-from rlsim.results.comparison.verdict import RATES, Verdict, judge, outcome
+from rlsim.experiment.verdict import RATES, Verdict, judge, outcome
 from rlsim.results.report.page import Block, CaseSetup, Text, figure
 from rlsim.results.report.style import SERIES, WIDTH, chart
 

@@ -14,7 +14,7 @@ import pandas as pd
 from rlsim.base.formats import Table, few, is_missing, rate, written
 from rlsim.errors import ConfigError
 from rlsim.experiment.steadiness import comparable
-from rlsim.results.comparison.verdict import decided, judge
+from rlsim.experiment.verdict import decided, judge
 from rlsim.results.report.method import as_run, calibration_blocks, listing
 from rlsim.results.report.page import Block, Page, Text, figure, sections_of, setups_of
 from rlsim.results.report.style import DASHES, DIVERGING, GREY, SERIES, WIDTH, chart, label_angle
