@@ -41,8 +41,8 @@ def _both(texts: Iterable[str]) -> str:
 class EndRecord(Record):
     """A run with one assumption at an end of its range: its settings, and what came out on one seed.
 
-    `step_s` is the baseline's step (s), `speedups` each system's throughput over the baseline's; `problem` says why it
-    did not run.
+    `step_s` is the baseline's step (s), `speedups` each system's throughput over the baseline's, in the ledger's unit;
+    `problem` says why it did not run.
     """
 
     settings: dict[str, Any]
@@ -87,6 +87,7 @@ class LedgerRecord(Record):
     """What a case rests on. `defaults`: keys by whose defaults they are; `measured`: the calibrations.
 
     `base` is the run without a change that the ends of `assumed` are compared with; none where worths were not asked.
+    `unit` is what throughputs count, as the verdict does: responses or tokens trained on.
     """
 
     assumed: list[AssumedRecord]
@@ -94,6 +95,7 @@ class LedgerRecord(Record):
     measured: list[str]
     baseline: str = ""
     base: EndRecord | None = None
+    unit: str = "responses"
 
     @property
     def others(self) -> list[str]:
@@ -121,7 +123,7 @@ class LedgerRecord(Record):
             return ""
         small = len(self.assumed) - len(self.weighed)
         text = "from … to: at the ends of each range, one seed, the same responses; step s: of the baseline"
-        text += "; then throughput over it" * bool(self.others)
+        text += f"; then {self.unit} trained on per second over its" * bool(self.others)
         return text + (f"; {small} more move neither by {MATTERS:.0%}" if small else "")
 
     @property
@@ -148,7 +150,7 @@ def turns(ledger: LedgerRecord) -> str:
         if led and base.first in there and there[end.first] > there[base.first] * (1 + MATTERS):
             return (
                 f"What is assumed decides who is first: with {row.name} at {end.shown} it is {end.first}, "
-                f"{number(there[end.first])} times {ledger.baseline}, not {base.first} "
+                f"{number(there[end.first])} times the {ledger.unit} per second of {ledger.baseline}, not {base.first} "
                 f"({number(there[base.first])} there, {number(taken)} as taken: {row.taken})"
             )
     steps = {end.step_s: row for row, end in ends if end.step_s} | {base.step_s: None}

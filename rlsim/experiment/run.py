@@ -24,6 +24,7 @@ from rlsim.experiment.planning import FoundPlans
 from rlsim.experiment.result import Result, check_target, manifest_of
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.summary import means
+from rlsim.experiment.verdict import RATES, judge
 
 #: Called with (runs done, runs in all, what runs next).
 Progress = Callable[[int, int, str], None]
@@ -283,23 +284,24 @@ def _measured(steps: pd.DataFrame, baseline: str) -> pd.DataFrame:
 # ---- what each assumption is worth: a run at each end of its range, on the same responses ---------------------------
 
 
-#: Systems that run at the ends beside the baseline: the fastest, in order.
+#: Systems that run at the ends beside the baseline: the best, in order.
 OTHERS = 2
 
 
 def weighed(case: Case, summary: pd.DataFrame | None, progress: Progress) -> LedgerRecord:
     """The ledger of a case that ran, with the worth of every assumption; `summary`: the case's rows, if it has any.
 
-    The baseline and the fastest others are tried, of those that are as fast one. All runs are of the case's first seed
-    and of few steps; tuned and searched systems keep what they came out as.
+    The baseline and the best others are tried, by the unit of the verdict: those that can be compared, of those that
+    are as fast one. All runs are of the case's first seed and of few steps; tuned and searched systems keep what they
+    came out as.
     """
     ledger = case.ledger
     if summary is None or not summary["system"].eq(case.baseline).any() or not ledger.assumed:
         return ledger
-    ranked = sorted(zip(summary["responses_per_s"], summary["system"], strict=True), reverse=True)
-    own = next(rate for rate, name in ranked if name == case.baseline)
-    others = [name for rate, name in dict(ranked).items() if rate != own]
-    trial = case.reduced([case.baseline, *others[:OTHERS]])
+    verdict = judge(summary, case.baseline)
+    own, rate = verdict[case.baseline].per_s, RATES[verdict.unit]
+    others = {row.per_s: row.system for row in verdict.rows if not row.why and row.per_s != own}
+    trial = case.reduced([case.baseline, *[*others.values()][:OTHERS]])
     ends = {"as taken": EndRecord(settings={}, shown="as taken")}
     ends |= {f"{row.name} {end.shown}": end for row in ledger.assumed for end in row.ends}
     for done, (name, end) in enumerate(ends.items()):
@@ -313,11 +315,12 @@ def weighed(case: Case, summary: pd.DataFrame | None, progress: Progress) -> Led
             ends[name] = end.model_copy(update={"problem": str(error)})
             continue
         mean = means(steps, ["system"])
-        rates, seconds = mean["responses_per_s"], float(mean["step_time_s"][case.baseline])
+        rates, seconds = mean[rate], float(mean["step_time_s"][case.baseline])
         speedups = {str(system): float(rates[system] / rates[case.baseline]) for system in rates.index}
         ends[name] = end.model_copy(update={"step_s": seconds, "speedups": speedups})
     progress(len(ends), len(ends), "")
     rows = [
         row.model_copy(update={"ends": [ends[f"{row.name} {end.shown}"] for end in row.ends]}) for row in ledger.assumed
     ]
-    return ledger.model_copy(update={"assumed": rows, "base": ends["as taken"], "baseline": case.baseline})
+    known = {"base": ends["as taken"], "baseline": case.baseline, "unit": verdict.unit}
+    return ledger.model_copy(update={"assumed": rows, **known})
