@@ -22,17 +22,20 @@ from rlsim.results.report.gantt import (
     merged,
 )
 from rlsim.results.report.lengths import survival, trained_lengths
-from rlsim.results.report.page import Page, Text, sections_of
+from rlsim.results.report.page import Figure, Page, Text, sections_of
 from rlsim.results.report.shares import gpu_shares
 from rlsim.results.report.speedups import seed_speedups
-from rlsim.results.report.style import BUBBLE
+from rlsim.results.report.style import BUBBLE, GREY
 from rlsim.results.report.sweep_page import (
+    _labels,
     best_systems,
     cut,
     is_grid,
     is_number,
     label,
     levels,
+    lines_chart,
+    map_chart,
     sweep_blocks,
     sweep_findings,
     varying,
@@ -195,7 +198,7 @@ def test_timeline_by_groups_of_gpus() -> None:
 def points(axes: dict[str, list[Any]], systems: tuple[str, ...] = ("verl", "pat", "other")) -> pd.DataFrame:
     """A made-up sweep: `pat` is ahead where the first axis is large."""
     grid = pd.MultiIndex.from_product(axes.values(), names=list(axes)).to_frame(index=False)
-    same = {"bubble_fraction": 0.1, "tail_fraction": 0.2, "unsteady": "", "staleness_max": 0}
+    same = {"bubble_fraction": 0.1, "tail_fraction": 0.2, "unsteady": "", "unit": "responses", "staleness_max": 0}
     rows = []
     for number, point in enumerate(grid.to_dict("records")):
         for order, system in enumerate(systems):
@@ -226,10 +229,10 @@ def test_slices_and_best_systems_of_a_sweep() -> None:
     best = best_systems(points({"cap": [1, 2, 3]}), ["cap"])
     assert best[["cap", "system"]].values.tolist() == [[1, "verl"], [2, "verl"], [3, "other"]]
     found = sweep_findings(points({"cap": [1, 2, 3]}), ["cap"], "verl")
-    assert found[0] == "Best mean at 3 points: verl in 2, other in 1."
-    assert found[1] == "The largest speedup over verl is 1.20: other at cap 3."
+    assert found[0] == "Best mean at 3 points, by responses: verl in 2, other in 1."
+    assert found[1] == "The largest speedup over verl is 1.20 by responses: other at cap 3."
     found = sweep_findings(points({"cap": [3]}).drop(columns="cap"), [], "verl")
-    assert found[0] == "Best mean at 1 point: verl in 1."
+    assert found[0] == "Best mean at 1 point, by responses: verl in 1."
     assert found[1].startswith("The largest speedup over verl is ")
     assert found[1].endswith(": pat.")
 
@@ -240,9 +243,31 @@ def test_what_puts_prompts_off_is_best_at_no_point_of_a_sweep() -> None:
     assert best_systems(frame, ["cap"])["system"].tolist() == ["verl", "verl", "pat"]
     frame.loc[frame["cap"] == 2, "unsteady"] = "it fills"
     first, second, third, _ = sweep_findings(frame, ["cap"], "verl")
-    assert first == "Best mean at 2 points: verl in 1, pat in 1."
-    assert second.startswith("Not comparable, as not steady, in 5 rows: other, verl, pat")
-    assert third == "The largest speedup over verl is 1.10: pat at cap 3."
+    assert first == "Best mean at 2 points, by responses: verl in 1, pat in 1."
+    assert second.startswith("Not comparable, as they or their baseline are not steady, in 5 rows: other, verl, pat")
+    assert third == "The largest speedup over verl is 1.10 by responses: pat at cap 3."
+
+
+def test_what_cannot_be_compared_is_drawn_grey_and_no_faster() -> None:
+    frame = points({"cap": [1, 2], "prompts": [8, 16]})
+    frame.loc[frame["system"] == "other", "unsteady"] = "it drifts"
+    drawn = map_chart(frame[frame["system"] == "other"], ["cap", "prompts"], "speedup")
+    assert drawn["layer"][0]["encoding"]["color"]["condition"] == {"test": "datum.late", "value": GREY}
+    assert all(row["late"] and row["text"].endswith(" †") for row in drawn["data"]["values"])
+    blocks = [block for block in sweep_blocks(frame, ["cap", "prompts"], "verl") if isinstance(block, Figure)]
+    assert ["Grey" in block.caption for block in blocks] == [False, False, True]  # the best, pat, other
+    assert all("responses" in block.caption and "tokens" not in block.caption for block in blocks)
+    lines = lines_chart(frame[frame["prompts"] == 8], "cap", "speedup")
+    bars = {row["system"]: row["low"] is not None for row in lines["data"]["values"]}
+    assert bars == {"verl": True, "pat": True, "other": False}
+    assert lines["layer"][2]["encoding"]["color"]["condition"]["test"] == "datum.late"
+    frame.loc[(frame["cap"] == 2), "unit"] = "tokens"
+    captions = [block.caption for block in sweep_blocks(frame, ["cap", "prompts"], "verl") if isinstance(block, Figure)]
+    assert all("responses or, where lengths of steady systems differ at a point, tokens" in one for one in captions)
+
+
+def test_ends_of_an_axis_in_the_facts_are_the_least_and_the_most() -> None:
+    assert _labels(pd.Series([5, 3, 9, 4, 1, 2, 8, 7, 6])) == ["1", "…", "9"]
 
 
 def test_values_of_an_axis_that_are_close_or_missing_are_told_apart() -> None:

@@ -152,13 +152,18 @@ def test_an_interval_is_not_rounded_twice() -> None:
     assert Judged("a", "faster", 1.262, round(1.255177, 3), 1.27, "seeds", 1.0, "").texts == ["1.26", "1.26", "1.27"]
 
 
-def test_sweeps_draw_the_ratio_that_decides() -> None:
+def test_sweeps_are_decided_point_by_point() -> None:
+    """Lengths differ at p only; at q the system that is ahead is not steady, at r the baseline."""
     table = pd.DataFrame(
-        {"system": ["a", "b"], "speedup": [1.0, 1.4], "speedup_low": [1.0, 1.3], "speedup_high": [1.0, 1.5],
-         "token_speedup": [1.0, 0.7], "token_speedup_low": [1.0, 0.65], "token_speedup_high": [1.0, 0.75],
-         "unsteady": ""}
+        {"point": [*"ppqqrr"], "case": "", "system": [*"ababab"],
+         "speedup": [1.0, 1.4, 1.0, 1.4, 1.0, 1.2], "speedup_low": [1.0, 1.3] * 3, "speedup_high": [1.0, 1.5] * 3,
+         "token_speedup": [1.0, 0.7, 1.0, 0.7, 1.0, 1.2], "token_speedup_low": [1.0, 0.65] * 3,
+         "token_speedup_high": [1.0, 0.75] * 3, "unsteady": ["", "", "", "it drifts", "it fills", ""]}
     )  # fmt: skip
-    drawn = decided(table)
-    assert drawn[["speedup", "speedup_low", "speedup_high"]].to_numpy().tolist() == [[1.0] * 3, [0.7, 0.65, 0.75]]
-    assert judge(drawn, "a").outcomes == judge(table, "a").outcomes == {"a": "baseline", "b": "slower"}
-    assert judge(table.assign(unsteady=["", "it drifts"]), "a").unit == "responses"  # no other row has other lengths
+    verdicts = {(str(point), ""): judge(rows, "a") for point, rows in table.groupby("point")}
+    drawn = decided(table, verdicts)
+    assert drawn["unit"].tolist() == ["tokens"] * 2 + ["responses"] * 4
+    assert drawn["speedup"].tolist() == drawn["token_speedup"].tolist() == [1.0, 0.7, 1.0, 1.4, 1.0, 1.2]
+    assert drawn.loc[1, ["speedup_low", "speedup_high"]].tolist() == [0.65, 0.75]
+    assert (drawn["unsteady"] != "").tolist() == [False, False, False, True, True, True]
+    assert verdicts["p", ""].outcomes == {"a": "baseline", "b": "slower"}

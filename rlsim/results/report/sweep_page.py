@@ -14,7 +14,7 @@ import pandas as pd
 from rlsim.base.formats import Table, few, is_missing, rate, written
 from rlsim.errors import ConfigError
 from rlsim.experiment.steadiness import comparable
-from rlsim.experiment.verdict import decided, judge
+from rlsim.experiment.verdict import Verdict, decided, judge
 from rlsim.results.report.method import as_run, calibration_blocks, listing
 from rlsim.results.report.page import Block, Page, Text, figure, sections_of, setups_of
 from rlsim.results.report.style import DASHES, DIVERGING, GREY, SERIES, WIDTH, chart, label_angle
@@ -23,7 +23,13 @@ from rlsim.results.sweeps.store import SweepResult
 #: What a sweep is drawn in: the speedup where there are several systems, and throughput.
 SPEEDUP, RATE = "speedup", "responses_per_s"
 TITLES = {SPEEDUP: "speedup", RATE: "responses per second"}
+#: The colour of what cannot be compared.
+_LATE = {"condition": {"test": "datum.late", "value": GREY}}
 _LOG = 10.0  # an axis whose values differ by more is drawn in log
+
+
+#: By point and case.
+Verdicts = Mapping[tuple[str, str], Verdict]
 
 
 class Slice(NamedTuple):
@@ -58,14 +64,13 @@ def is_grid(points: pd.DataFrame, axes: Sequence[str], most: int = 24) -> bool:
 
 
 def best_systems(points: pd.DataFrame, axes: Sequence[str]) -> pd.DataFrame:
-    """At every point the system with the best ratio: axes, system, speedup, responses per second, comparable."""
+    """At every point the system with the best ratio: axes, system, speedup, responses per second, unit, unsteady."""
     keys = [points[axis].map(_exact).rename(f"key {i}") for i, axis in enumerate(axes)]
     found = []
     for _, rows in points.groupby(keys, sort=False) if keys else [((), points)]:
         best = judge(rows, "").rows[0]
-        found.append(rows[rows["system"] == best.system].assign(comparable=not best.why))
-    names = [*axes, "system", SPEEDUP, RATE, "comparable"]
-    return pd.concat(found)[names].sort_index()
+        found.append(rows[rows["system"] == best.system])
+    return pd.concat(found)[[*axes, "system", SPEEDUP, RATE, "unit", "unsteady"]].sort_index()
 
 
 def is_number(values: pd.Series[Any]) -> bool:
@@ -105,7 +110,8 @@ def label(value: Any) -> str:
 
 
 def lines_chart(points: pd.DataFrame, axis: str, metric: str) -> Any:
-    """One line per system along one axis (a number or names), with intervals where the speedup has them."""
+    """One line per system along one axis (a number or names), with intervals where the speedup has them; dots of what
+    cannot be compared are grey and have none."""
     systems = list(dict.fromkeys(points["system"]))
     numbers = is_number(points[axis])
     frame = points.assign(x=points[axis] if numbers else labels(points[axis]), value=points[metric])
@@ -113,9 +119,10 @@ def lines_chart(points: pd.DataFrame, axis: str, metric: str) -> Any:
     if len(systems) > len(SERIES):
         shown, colours = [*systems[: len(SERIES) - 1], "others"], (*SERIES[:-1], GREY)
     frame["series"] = frame["system"].where(frame["system"].isin(shown), "others")
-    kept = ["x", "value", "system", "series"]
+    frame["late"] = ~comparable(frame)
+    kept = ["x", "value", "system", "series", "late"]
     if metric == SPEEDUP:
-        frame = frame.assign(low=frame["speedup_low"], high=frame["speedup_high"])
+        frame = frame.assign(**{end: frame[f"speedup_{end}"].mask(frame["late"]) for end in ("low", "high")})
         kept += ["low", "high"]
     return chart(
         "sweep-lines",
@@ -127,6 +134,7 @@ def lines_chart(points: pd.DataFrame, axis: str, metric: str) -> Any:
         axis=axis,
         title=TITLES[metric],
         speedup=metric == SPEEDUP,
+        grey=_LATE,
     )
 
 
@@ -147,20 +155,21 @@ def _along(values: pd.Series[Any], axis: str) -> dict[str, Any]:
 def map_chart(points: pd.DataFrame, axes: Sequence[str], metric: str, text: str = "", *, grid: bool = True) -> Any:
     """The metric of one system at every point: number and colour of the cells of a grid, or the colours of dots.
 
-    `text`: a column to write into the cells instead.
+    `text`: a column to write into the cells instead. What cannot be compared is grey, with a dagger.
     """
     numbers = {name: is_number(points[axis]) for name, axis in zip("xy", axes, strict=True)}
-    frame = pd.DataFrame({"value": points[metric]})
+    frame = pd.DataFrame({"value": points[metric], "late": ~comparable(points)})
     for name, axis in zip("xy", axes, strict=True):
         frame[name] = points[axis] if numbers[name] and not grid else labels(points[axis])
     frame["text"] = (
         points[text].astype(str) if text else points[metric].map("{:.2f}".format if metric == SPEEDUP else rate)
     )
+    frame["text"] += np.where(frame["late"], " †", "")
     colour, dark = _colour(frame["value"], metric)
     across, down = (levels(points[axis]) for axis in axes)
     return chart(
         "sweep-grid" if grid else "sweep-dots",
-        frame=frame[["x", "y", "value", *(["text"] if grid else [])]],
+        frame=frame[["x", "y", "value", "late", *(["text"] if grid else [])]],
         colour=colour,
         dark=dark,
         across=across,
@@ -188,7 +197,7 @@ def _colour(values: pd.Series[float], metric: str) -> tuple[dict[str, Any], str]
         scale = {"domain": [low, high] if high > low else [low * 0.9, high * 1.1], "range": ["#EAF2F9", "#0B4A8A"]}
         dark, look = f"datum.value > {low + 0.55 * (high - low):.6g}", {"format": ",.3~r"}
     key = {"title": TITLES[metric], "orient": "top", "gradientLength": 260, **look}
-    return {"field": "value", "type": "quantitative", "scale": scale, "legend": key}, dark
+    return {"field": "value", "type": "quantitative", "scale": scale, "legend": key, **_LATE}, dark
 
 
 _MOST_NOTES = 40
@@ -207,16 +216,18 @@ def sweep_page(sweep: SweepResult, *, title: str | None = None) -> Page:
     axes = list(names.values())
     if frame["case"].nunique() > 1:
         axes.append("case")
-    judged = decided(frame)
     records = {point: sweep.record(point) for point in frame["point"].unique()}
-    baselines = list(dict.fromkeys(str(record["baseline"]) for record in records.values()))
+    own = frame["point"].map({point: str(record["baseline"]) for point, record in records.items()})
+    groups = frame.groupby(["point", "case"], sort=False)
+    verdicts = {(str(point), str(case)): judge(rows, own[rows.index[0]]) for (point, case), rows in groups}
+    judged, baselines = decided(frame, verdicts), own.unique().tolist()
     baseline = baselines[0] if len(baselines) == 1 else "the point's baseline"
     states = sweep.points["status"].value_counts()
     first = next(iter(records.values()))
     lookups = {f"{p} {case}": table for p, record in records.items() for case, table in record["lookups"].items()}
     sections = (
         ("sweep", "Over the sweep", sweep_blocks(judged, axes, baseline)),
-        ("points", "Every point", _points(frame, axes, sweep)),
+        ("points", "Every point", _points(frame, axes, sweep, verdicts)),
         ("calibration", "How sure the figures are", calibration_blocks(lookups, setups_of(*records.values()))),
         ("notes", "Notes of the runs", [_notes(records)]),
         ("configuration", "Exactly what was run", _configuration(sweep, first)),
@@ -225,19 +236,18 @@ def sweep_page(sweep: SweepResult, *, title: str | None = None) -> Page:
     asked = sweep.points.rename(columns=names)  # those that failed, too
     facts += [(name, ", ".join(_labels((asked if name in asked else frame)[name]))) for name in axes]
     facts += [(str(state), f"{count:,}") for state, count in states.items() if state != "done"]
-    own = frame["system"] == frame["point"].map({point: str(record["baseline"]) for point, record in records.items()})
-    findings = sweep_findings(judged, axes, baseline, own)
+    findings = sweep_findings(judged, axes, baseline, frame["system"] == own)
     description = str(first["experiment"].get("description", ""))
     return Page(title or sweep.name, description, findings, sections_of(*sections), tuple(facts))
 
 
 def _labels(values: pd.Series[Any], most: int = 8) -> list[str]:
-    found = list(dict.fromkeys(labels(values)))
+    found = levels(values)
     return found if len(found) <= most else [found[0], "…", found[-1]]
 
 
-def _points(frame: pd.DataFrame, axes: Sequence[str], sweep: SweepResult) -> Iterator[Block]:
-    yield sweep_table(frame, axes)
+def _points(frame: pd.DataFrame, axes: Sequence[str], sweep: SweepResult, verdicts: Verdicts) -> Iterator[Block]:
+    yield sweep_table(frame, axes, verdicts)
     if sweep.failed:
         yield Text("Points without results", "heading")
         yield Table("What went wrong", ("point", "error"), [*sweep.failed.items()], words=(1,))
@@ -258,8 +268,8 @@ def _configuration(sweep: SweepResult, first: Mapping[str, Any]) -> Iterator[Blo
 def sweep_blocks(frame: pd.DataFrame, axes: Sequence[str], baseline: str) -> Iterator[Block]:
     """Lines along one varying axis, heatmaps over two, one set for each combination of further axes.
 
-    `frame` has one row per point and system: the axes' columns, `system`, `responses_per_s`, `speedup`, `speedup_low`,
-    `speedup_high`, as in `Result.summary()`. The axes' columns are written on the charts by their names.
+    `frame` has one row per point and system: the axes' columns, `system`, `responses_per_s`, and those of `decided`.
+    The axes' columns are written on the charts by their names.
     """
     shown = varying(frame, axes)
     if not shown:
@@ -281,17 +291,17 @@ def _metrics(points: pd.DataFrame) -> list[str]:
     return [SPEEDUP, RATE] if compared else [RATE]
 
 
+def _told(rows: pd.DataFrame, metric: str, baseline: str) -> dict[str, Any]:
+    """What the captions of charts say: of what is drawn, in which unit, and whether all can be compared."""
+    units = " or, where lengths of steady systems differ at a point, ".join(sorted(set(rows["unit"])))
+    return {"speedup": metric == SPEEDUP, "baseline": baseline, "unit": units, "late": not comparable(rows).all()}
+
+
 def _lines(points: pd.DataFrame, axis: str, baseline: str) -> Iterator[Block]:
     for metric in _metrics(points):
         rows = points.dropna(subset=[metric])
         bars = metric == SPEEDUP and rows["speedup_low"].notna().any()
-        told = {
-            "metric": _TITLES[metric],
-            "axis": axis,
-            "bars": bars,
-            "speedup": metric == SPEEDUP,
-            "baseline": baseline,
-        }
+        told = {"metric": _TITLES[metric], "axis": axis, "bars": bars, **_told(rows, metric, baseline)}
         name = f"sweep-{_TITLES[metric].lower()}"
         yield figure("sweep-lines", lines_chart(rows, axis, metric), name, **told)
 
@@ -306,7 +316,8 @@ def _maps(part: Slice, baseline: str, suffix: str) -> Iterator[Block]:
     if len(systems) > 2 and grid:
         best = best_systems(part.points, part.axes)
         drawn = map_chart(best, part.axes, metric, text="system")
-        yield figure("sweep-best", drawn, f"sweep-best{suffix}", metric=TITLES[metric], where=where)
+        yield figure("sweep-best", drawn, f"sweep-best{suffix}", metric=TITLES[metric], where=where,
+                     **_told(best, metric, baseline))  # fmt: skip
     compared = [name for name in systems if name != baseline or len(systems) == 1]
     for order, system in enumerate(compared[:_MOST_MAPS], 1):
         rows = part.points[part.points["system"] == system].dropna(subset=[metric])
@@ -314,7 +325,7 @@ def _maps(part: Slice, baseline: str, suffix: str) -> Iterator[Block]:
             yield Text(f"{system} has no speedup{where}: {baseline} did not run at any of its points.")
             continue
         told = {"x": x, "y": y, "where": where, "system": system, "metric": _TITLES[metric].lower()}
-        told |= {"form": "cell" if grid else "dot", "speedup": metric == SPEEDUP, "baseline": baseline}
+        told |= {"form": "cell" if grid else "dot", **_told(rows, metric, baseline)}
         yield figure("sweep-map", map_chart(rows, part.axes, metric, grid=grid), f"sweep-map{suffix}-{order}", **told)
     if len(compared) > _MOST_MAPS:
         yield Text(f"The table has every system; of {len(compared)}, {_MOST_MAPS} are drawn.")
@@ -330,27 +341,32 @@ def sweep_findings(
     shown = varying(frame, axes)
     best = best_systems(frame, list(axes))
     told = comparable(frame)
-    best = best[best["comparable"]]
+    best = best[comparable(best)]
     counts = best["system"].value_counts()
     text = ", ".join(f"{name} in {count:,}" for name, count in counts.items())
-    sentences = [f"Best mean at {len(best):,} point{'s' if len(best) != 1 else ''}: {text}."] if text else []
+    at = f"{len(best):,} point{'s' if len(best) != 1 else ''}, by {' or '.join(sorted(set(best['unit'])))}"
+    sentences = [f"Best mean at {at}: {text}."] if text else []
     if not told.all():
         names = ", ".join(dict.fromkeys(frame["system"][~told]))
-        sentences.append(f"Not comparable, as not steady, in {(~told).sum():,} rows: {names}.")
+        sentences.append(
+            f"Not comparable, as they or their baseline are not steady, in {(~told).sum():,} rows: {names}."
+        )
     others = frame[told & ~(frame["system"].eq(baseline) if own is None else own)]
     if others[SPEEDUP].notna().any():
         ordered = others.dropna(subset=[SPEEDUP]).sort_values(SPEEDUP, kind="stable")
         for word, row in (("largest", ordered.iloc[-1]), ("smallest", ordered.iloc[0])):
             at = ", ".join(f"{axis} {label(row[axis])}" for axis in shown)
             who = f"{row['system']} at {at}" if at else row["system"]
-            sentences.append(f"The {word} speedup over {baseline} is {row[SPEEDUP]:.2f}: {who}.")
+            sentences.append(f"The {word} speedup over {baseline} is {row[SPEEDUP]:.2f} by {row['unit']}: {who}.")
     return tuple(sentences)
 
 
-def sweep_table(frame: pd.DataFrame, axes: Sequence[str], most: int = 500) -> Table:
-    """The axes' values, system, throughput, speedups and step time of the first `most` rows."""
+def sweep_table(frame: pd.DataFrame, axes: Sequence[str], verdicts: Verdicts, most: int = 500) -> Table:
+    """The axes' values, system, throughput, speedups, verdict and step time of the first `most` rows."""
     shown = frame.head(most)
-    columns = {axis: [label(value) for value in shown[axis]] for axis in axes} | written("sweep-page", shown)
+    columns = {axis: [label(value) for value in shown[axis]] for axis in axes}
+    columns |= written("sweep-page", shown, verdicts=verdicts)
     caption = "Points of the sweep" + (f", the first {most:,} of {len(frame):,} rows" if len(frame) > most else "")
-    caption += ". Speedup: trained responses per second over the baseline's; by tokens: the same of trained tokens"
-    return Table.of(caption, columns, len(axes))
+    caption += ". Speedup: trained responses per second over the baseline's; by tokens: the same of trained tokens. The"
+    caption += " interval is of the speedup, or by tokens where lengths of steady systems differ at the point"
+    return Table.of(caption, columns, len(axes), len(axes) + 5)
