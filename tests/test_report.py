@@ -295,6 +295,16 @@ def test_the_frontier_is_what_the_summary_says(stale: Result) -> None:
     assert [beaten(rates, row) for _, row in rates.iterrows()] == [False, False, False, True]
 
 
+def test_a_notebook_shows_the_interval_and_the_verdict_that_the_terminal_does(stale: Result, result: Result) -> None:
+    for one in (stale, result):
+        shown = html.unescape(one._repr_html_())
+        for case, rows in one.summary().groupby("case"):
+            verdict = judge(rows, str(one.manifest["baseline"]))
+            assert str(case) in shown
+            assert all(f"<td>{row.interval}</td>\n      <td>{row.outcome}</td>" in shown for row in verdict.rows)
+            assert " ".join(verdict.sentences(one.manifest["tuned"][case])) in shown
+
+
 def test_what_is_not_comparable_yet_beats_nobody(stale: Result, monkeypatch: pytest.MonkeyPatch) -> None:
     summary = stale.summary()
     fastest = summary.loc[summary["responses_per_s"].idxmax(), "system"]

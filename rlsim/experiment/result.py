@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
+from html import escape
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +22,7 @@ from typing import Any
 
 import pandas as pd
 
+from rlsim.base.formats import written
 from rlsim.base.output import check_folder, flush, locked, reason, written_by_rlsim
 from rlsim.base.records import file_sha256, read_record, sealed
 from rlsim.base.refusals import refuse
@@ -32,6 +34,7 @@ from rlsim.experiment.columns import TABLES, read_parquet, to_arrow, to_pandas, 
 from rlsim.experiment.frames import Frames
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.summary import summarise
+from rlsim.experiment.verdict import judge
 
 MANIFEST = "manifest.json"
 _NEW = ".rlsim-new-"
@@ -41,13 +44,6 @@ _DERIVED = ("report.html", "timeline.json", "timeline.json.gz")
 
 #: By column: the values of rows that are wanted.
 Only = Mapping[str, Collection[Any]]
-
-
-#: Columns of the summary that a notebook shows, and their headings.
-_SHOWN = {
-    "case": "case", "system": "system", "responses_per_s": "responses/s", "speedup": "speedup", "speedup_low": "from",
-    "speedup_high": "to", "step_time_s": "step s", "bubble_fraction": "bubble", "tail_fraction": "tail",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -72,9 +68,15 @@ class Result:
         return summarise(self.steps, self.manifest)
 
     def _repr_html_(self) -> str:
-        """The summary's main columns, as notebooks show them."""
-        shown = self.summary()[[*_SHOWN]].rename(columns=_SHOWN)
-        return str(shown.to_html(index=False, float_format="{:.3g}".format, border=0))
+        """The table that `rlsim run` prints and its verdict, case by case, as notebooks show them."""
+        shown = ""
+        for case, rows in self.summary().groupby("case", sort=False):
+            tuned = self.manifest["tuned"].get(case, {})
+            verdict = judge(rows, str(self.manifest["baseline"]))
+            columns = {"case": str(case)} if case else {}
+            table = pd.DataFrame({**columns, **written("run", rows, tuned=tuned, verdict=verdict)})
+            shown += f"{table.to_html(index=False, border=0)}<p>{escape(' '.join(verdict.sentences(tuned)))}</p>"
+        return shown
 
     def table(self, name: str, columns: Sequence[str], only: Only) -> pd.DataFrame:
         """These columns of a table, of the rows whose values are among those of `only`."""
