@@ -24,7 +24,7 @@ from rlsim.results.report.chosen_run import choose
 from rlsim.results.report.gantt import MOST_MARKS, gantt
 from rlsim.results.report.method import findings
 from rlsim.results.report.shares import batch_parts, gpu_shares
-from rlsim.results.report.speedups import beaten, frontier
+from rlsim.results.report.speedups import beaten, frontier, frontier_chart
 from rlsim.results.report.style import BUBBLE
 from rlsim.results.report.write import report_page, write_report
 
@@ -285,7 +285,8 @@ def stale() -> Result:
 
 def test_the_frontier_is_what_the_summary_says(stale: Result) -> None:
     rows, summary = frontier(stale, "").set_index("system"), stale.summary().set_index("system")
-    assert rows["rate"].to_dict() == pytest.approx(summary["responses_per_s"].to_dict())
+    unit = judge(stale.summary(), "verl").unit
+    assert rows["rate"].to_dict() == pytest.approx(summary[f"{unit}_per_s"].to_dict())
     assert rows["staleness"].to_dict() == pytest.approx(summary["staleness_mean"].to_dict())
     assert (rows["low"] < rows["high"]).all()
     assert not rows.loc["areal-eta0", "best"]  # verl is faster and no staler
@@ -303,6 +304,16 @@ def test_a_notebook_shows_the_interval_and_the_verdict_that_the_terminal_does(st
             assert str(case) in shown
             assert all(f"<td>{row.interval}</td>\n      <td>{row.outcome}</td>" in shown for row in verdict.rows)
             assert " ".join(verdict.sentences(one.manifest["tuned"][case])) in shown
+
+
+def test_the_frontier_is_of_the_unit_of_the_verdict(stale: Result, monkeypatch: pytest.MonkeyPatch) -> None:
+    summary = stale.summary()
+    for times, unit in ((1.0, "responses"), (0.5, "tokens")):
+        told = summary.assign(token_speedup=summary["speedup"] * times, unsteady="")
+        monkeypatch.setattr(Result, "summary", lambda self, told=told: told)
+        rows = frontier(stale, "").set_index("system")
+        assert rows["rate"].to_dict() == pytest.approx(summary.set_index("system")[f"{unit}_per_s"].to_dict())
+        assert f"{unit} trained on per second" in str(frontier_chart(rows.reset_index()))
 
 
 def test_what_is_not_comparable_yet_beats_nobody(stale: Result, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,21 +116,22 @@ _COLOURS = {_BEST: SERIES[0], _BEATEN: "#7A7A7A", _LATE: "#C4C4C4"}
 
 
 def frontier(result: Result, case: str) -> pd.DataFrame:
-    """One row per system of a case, over its steady steps: system, staleness, rate, low, high, best, comparable.
+    """One row per system of a case, over its steady steps: system, staleness, rate, low, high, unit, comparable, best.
 
-    `rate` is responses trained on per second, `low` and `high` its 95% interval over seeds (NaN with one); `best` says
-    that no other system is faster and no staler, or less stale and no slower (by more than half a percent, or 0.005),
-    of those that are `comparable` (`rlsim.experiment.steadiness`).
+    `rate` is what is trained on per second in the `unit` of the verdict, `low` and `high` its 95% interval over seeds
+    (NaN with one); `best` says that no other system is faster and no staler, or less stale and no slower (by more than
+    half a percent, or 0.005), of those that are `comparable` (`rlsim.experiment.steadiness`).
     """
-    steps = result.steps[result.steps["case"] == case]
-    by_seed = means(steps, ["system", "seed"])["responses_per_s"]
-    found = means(steps, ["system"])[["staleness_mean", "responses_per_s"]].reset_index()
+    steps, summary = result.steps[result.steps["case"] == case], result.summary()
+    summary = summary[summary["case"] == case]
+    unit = judge(summary, str(result.manifest["baseline"])).unit
+    by_seed = means(steps, ["system", "seed"])[RATES[unit]]
+    found = means(steps, ["system"])[["staleness_mean", RATES[unit]]].reset_index()
     found.columns = pd.Index(["system", "staleness", "rate"])
     half = np.array([half_interval(by_seed.loc[system].tolist()) for system in found["system"]])
     found = found.assign(low=found["rate"] - half, high=found["rate"] + half)
-    summary = result.summary()
-    summary = summary[summary["case"] == case].set_index("system").loc[found["system"]]
-    found = found.assign(comparable=comparable(summary).to_numpy())
+    summary = summary.set_index("system").loc[found["system"]]
+    found = found.assign(unit=unit, comparable=comparable(summary).to_numpy())
     rivals = found[found["comparable"]]
     return found.assign(best=[bool(row["comparable"]) and not beaten(rivals, row) for _, row in found.iterrows()])
 
@@ -161,7 +162,7 @@ def frontier_chart(frame: pd.DataFrame) -> Any:
     )
     best = frame[frame["best"]].sort_values(["staleness", "rate"])
     looks = {kind: colour for kind, colour in _COLOURS.items() if kind in set(frame["kind"])}
-    known = {"low": low, "high": high, "most": most, "height": _HEIGHT}
+    known = {"low": low, "high": high, "most": most, "height": _HEIGHT, "unit": frame["unit"].iloc[0]}
     return chart("frontier", frame=frame, best=best, looks=looks, colours=[*_COLOURS.values()], **known)
 
 
