@@ -20,6 +20,7 @@ from rlsim.experiment.columns import CALL_PARTS
 from rlsim.experiment.parts import PARTS_OF_A_STEP, tail_stretches
 from rlsim.experiment.result import Result
 from rlsim.experiment.summary import means, rate_notes
+from rlsim.experiment.verdict import judge
 from rlsim.results.report.method import findings
 from rlsim.results.report.shares import batch_parts, gpu_shares
 
@@ -189,6 +190,12 @@ def test_what_puts_its_longest_prompts_off_is_nowhere_the_fastest(tmp_path: Path
     found = findings(result)
     assert found[0].startswith("No system can be compared with verl yet. Not comparable: ")
     assert not any("is the fastest" in sentence for sentence in found)
+    assert judge(result.summary().tail(1), "tail").sentences()[1].startswith("Not steady: tail (more tokens are begun")
+    shown = output("compare", tmp_path / "run")
+    assert len(re.findall(r"^tail †  ", shown, re.MULTILINE)) == 2, "in both tables"
+    assert "† not steady" in shown
+    assert "verl †" not in shown
+    assert re.search(r"^verl +tail †", output("compare", tmp_path / "run", "--baseline", "tail"), re.MULTILINE)
     (note,) = [note for note in rlsim.compare([tmp_path / "run"]).notes if "not steady" in note]
     assert "tail: not steady: more tokens are begun than trained on in the counted steps" in note
     notes = result.notes

@@ -19,7 +19,7 @@ NAN = math.nan
 KINDS = (
     "is the fastest", "may be faster still", "Nothing beats", "Nothing is surely", "cannot be told apart", "comes next",
     "as fast as", "All systems are as fast", "No system can be compared", "nothing to compare it with",
-    "trains on the most", "Not comparable", "tokens per second", "one seed, no interval",
+    "trains on the most", "Not comparable", "Not steady: s", "tokens per second", "one seed, no interval",
 )  # fmt: skip
 CLAIM = "is the fastest:| is faster than \\w+:| comes next, with| cannot be told apart from it, with"
 FIGURE = r"(?P<ratio>[\d.]+) times the (?P<unit>responses|tokens) per second of (?P<base>\w+) \((?P<basis>[^;]*);"

@@ -77,7 +77,8 @@ def _print(found: Comparison) -> None:
         print_tables(_tables(rows, letters))
     if len(groups) > MOST_GROUPS:
         say(f"{len(groups) - MOST_GROUPS} more settings: --csv or --json has them")
-    say(caption("compare", paired=bool(found.table["paired"].all())))
+    paired, late = bool(found.table["paired"].all()), bool(found.table["unsteady"].any())
+    say(caption("compare", paired=paired, late=late))
     say_notes(found.notes)
 
 
@@ -137,7 +138,7 @@ def _chart(found: Comparison) -> Any:
         {
             "panel": heading,
             "system": named(title, name, row),
-            "unsteady": bool(row["unsteady"]),
+            "unsteady": bool(row["unsteady"] or row["baseline_unsteady"]),
             **{end: row[f"{ratio}{suffix}"] for end, suffix in zip(("speedup", "low", "high"), ENDS, strict=True)},
         }
         for heading, ratio in zip(HEADINGS, RATIOS, strict=True)

@@ -101,7 +101,8 @@ class Verdict:
             if row.why:
                 late.setdefault(row.why, []).append(row.system)
         whose = "; ".join(f"{', '.join(names)} ({why})" for why, names in late.items())
-        return (self._answer(tuned or {}), *((f"Not comparable: {whose}.",) if whose and len(self.rows) > 1 else ()))
+        what = "Not comparable" if len(self.rows) > 1 else "Not steady"
+        return (self._answer(tuned or {}), *((f"{what}: {whose}.",) if whose else ()))
 
     def _answer(self, tuned: Mapping[str, str]) -> str:
         first, known, base = self.first, self.runner_up, with_choice(self.baseline, tuned)

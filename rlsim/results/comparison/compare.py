@@ -56,6 +56,10 @@ class Run:
     def by_seed(self) -> pd.DataFrame:
         return means(self.steps, ["seed"])
 
+    @cached_property
+    def unsteady(self) -> str:
+        return unsteady(self.steps)
+
     @property
     def workload(self) -> dict[str, Any]:
         """The settings that decide which responses a seed draws: runs of the same workload see the same responses."""
@@ -186,7 +190,8 @@ def compare(directories: Sequence[str | Path], *, baseline: str | None = None) -
     `speedup` (ratio of trained responses per second), `token_speedup` (of trained tokens per second), `gen_speedup` and
     `gen_p90_speedup` (of trained responses per second of generation, and of its time to 90% of them), each with its 95%
     interval `…_low` to `…_high`; and `step_difference_s`, `gen_difference_s` and `gen_p90_difference_s`: own time for
-    as many responses as the baseline's step trains on less the baseline's time (s), over the seeds that are compared.
+    as many responses as the baseline's step trains on less the baseline's time (s), over the seeds that are compared;
+    `unsteady` and `baseline_unsteady`: why it, or what it is compared with, cannot be compared yet; else empty.
 
     Runs that saw the same responses are paired by seed; others are taken as independent samples (Welch), and a note
     says why. Raises `ConfigError` for a directory without results, `CatalogueError` for an unknown baseline.
@@ -238,7 +243,7 @@ def _figures(run: Run, against: Run | None, *, is_paired: bool) -> dict[str, Any
     row |= ratios(run.by_seed, theirs, paired_ratio if is_paired else welch_ratio)
     for name in DIFFERENCES:
         row[f"{name}_difference_s"] = difference_s(run.by_seed, theirs, f"{name}_time_s", is_paired=is_paired)
-    return row | {"unsteady": unsteady(run.steps)}
+    return row | {"unsteady": run.unsteady, "baseline_unsteady": against.unsteady if against else ""}
 
 
 def difference_s(own: pd.DataFrame, theirs: pd.DataFrame, time: str, *, is_paired: bool) -> float:
