@@ -184,6 +184,8 @@ def test_what_puts_its_longest_prompts_off_is_nowhere_the_fastest(tmp_path: Path
     for command in (["run", "--out"], ["sweep", "--grid", "trace.cap=[8K]", "--out"]):
         shown = output(command[0], tmp_path / "x.json", *command[1:], tmp_path / command[0])
         assert len(re.findall(r"\] +not comparable\b", shown)) == 1, shown  # and verl is not marked
+        told = "of the speedup, over" if command[0] == "run" else "or by tokens where lengths of steady systems differ"
+        assert f"95% interval: {told}" in shown.replace("of the speedup, or by", "or by"), shown
     result = rlsim.read_result(tmp_path / "run")
     row = result.summary().set_index("system").loc["tail"]
     assert (row["held_back"] > 0.5, row["speedup"] > 2) == (True, True), "it puts the longer half of the tokens off"

@@ -156,7 +156,8 @@ def _tables(result: Result, case: str, rows: pd.DataFrame, verdict: Verdict) -> 
     """Of a case the comparison, where the step's time goes, and what asynchrony costs and leaves idle, if anything."""
     seeds, tuned = len(result.manifest["seeds"]), result.manifest["tuned"].get(case, {})
     title = " · ".join(part for part in (result.manifest["experiment"]["name"], case) if part)
-    said = caption("run", seeds=seeds, s="s" * (seeds > 1), baseline=verdict.baseline)
+    which = "of the speedup" if verdict.unit == "responses" else "by tokens, as lengths differ"
+    said = caption("run", seeds=seeds, s="s" * (seeds > 1), baseline=verdict.baseline, which=which)
     yield Table.of(title, written("run", rows, tuned=tuned, verdict=verdict), 5, caption=said)
     waits = bool(rows["waiting_time_s"].max() > ROUNDING * rows["step_time_s"].max())
     overlaps = bool((rows["gen_time_s"] - rows["gen_exposed_s"] > ROUNDING * rows["gen_time_s"]).any())
