@@ -15,6 +15,7 @@ from conftest import cases, invoke, tables
 
 import rlsim
 from rlsim.base.charts import chart_spec, save_chart, vega_script
+from rlsim.base.formats import Table
 from rlsim.errors import ConfigError, RlsimError
 from rlsim.experiment.result import Result
 from rlsim.experiment.verdict import judge
@@ -26,6 +27,7 @@ from rlsim.results.report.method import findings
 from rlsim.results.report.shares import batch_parts, gpu_shares
 from rlsim.results.report.speedups import beaten, frontier, frontier_chart
 from rlsim.results.report.style import BUBBLE
+from rlsim.results.report.sweep_page import sweep_page
 from rlsim.results.report.write import report_page, write_report
 
 HOSTILE = '<script>alert("x")</script> & "co"'
@@ -238,6 +240,10 @@ def test_a_sweep_is_reported_with_its_failures(tmp_path: Path, monkeypatch: pyte
     assert page == tmp_path / "sweep" / "report.html"
     text = page.read_text(encoding="utf-8")
     assert "trace.cap (tokens)" in text
+    (shown,) = [block for block in sweep_page(sweep).sections[1].blocks if isinstance(block, Table) and block.rows[2:]]
+    verdicts = [dict(zip(shown.headings, row, strict=True))["verdict"] for row in shown.rows]
+    assert (verdicts[0], set(verdicts[1::2]) <= {"faster", "slower", "as fast"}) == ("baseline", True)
+    assert "95% interval" in shown.headings
     assert all(error.splitlines()[0][:40] in html.unescape(text) for error in sweep.failed.values())
     assert {"sweep-speedup", "sweep-throughput"} <= drawn(page, tmp_path / "browser")
     with pytest.raises(ConfigError, match="is a sweep"):

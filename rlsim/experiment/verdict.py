@@ -155,13 +155,11 @@ def judge(rows: pd.DataFrame | Iterable[Row], baseline: str) -> Verdict:
 def decided(rows: pd.DataFrame, verdicts: Mapping[tuple[str, str], Verdict]) -> pd.DataFrame:
     """Rows of several points and cases, with what decides at each (`verdicts`) as their `speedup` and `token_speedup`,
     its `unit`, and why they cannot be compared as `unsteady`."""
-    keys = zip(rows["point"], rows["case"], rows["system"], strict=True)
-    judged = [
-        (own.unit, own[system]) for own, system in ((verdicts[point, case], system) for point, case, system in keys)
-    ]
-    figures = np.array([(row.ratio, row.low, row.high) for _, row in judged]).reshape(-1, 3)
+    whole = [verdicts[key] for key in zip(rows["point"], rows["case"], strict=True)]
+    judged = [one[system] for one, system in zip(whole, rows["system"], strict=True)]
+    figures = np.array([(row.ratio, row.low, row.high) for row in judged]).reshape(-1, 3)
     columns: dict[str, Any] = {f"{n}{end}": figures[:, i] for n in _RATIO.values() for i, end in enumerate(ENDS)}
-    columns |= {"unit": [unit for unit, _ in judged], "unsteady": [row.why for _, row in judged]}
+    columns |= {"unit": [one.unit for one in whole], "unsteady": [row.why for row in judged]}
     return rows.drop(columns=["speedup_model_low", "speedup_model_high"], errors="ignore").assign(**columns)
 
 

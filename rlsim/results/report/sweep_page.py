@@ -219,7 +219,7 @@ def sweep_page(sweep: SweepResult, *, title: str | None = None) -> Page:
     records = {point: sweep.record(point) for point in frame["point"].unique()}
     own = frame["point"].map({point: str(record["baseline"]) for point, record in records.items()})
     groups = frame.groupby(["point", "case"], sort=False)
-    verdicts = {(str(point), str(case)): judge(rows, own[rows.index[0]]) for (point, case), rows in groups}
+    verdicts = {(str(p), str(case)): judge(rows, str(records[p]["baseline"])) for (p, case), rows in groups}
     judged, baselines = decided(frame, verdicts), own.unique().tolist()
     baseline = baselines[0] if len(baselines) == 1 else "the point's baseline"
     states = sweep.points["status"].value_counts()
