@@ -363,6 +363,10 @@ def test_a_gpu_is_described_by_one_that_it_is_like(tmp_path: Path) -> None:
     assert loaded.cluster.joined_at(1.0, 0.07).around([0]).intra.bytes_per_s == pytest.approx(31.5e9)
     assert {"cluster.gpu", "calibration"} <= set(draft.data()["sources"]["assumed"])
     runs(draft, tmp_path)
+    without = Options.of(tmp_path, "mine", "l40s,80GB")
+    draft = slime(tmp_path, gpu=without.gpu, described=without.described, network="100Gb")
+    own = ledger_of(LoadedExperiment.of(validate(draft.data(), Experiment), tmp_path), Lookups()).assumed
+    assert [row.name for row in own if row.key == "costs.link"] == ["collectives over PCIe"], "one row says it"
 
 
 def test_a_network_alone_is_written_out(tmp_path: Path) -> None:
