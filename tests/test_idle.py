@@ -14,8 +14,7 @@ from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.placed import PlacedExperiment
 from rlsim.experiment.simulator import Simulator
-from rlsim.results.tune.idle import CAUSES, idle_causes, idle_shares, waits
-from rlsim.results.tune.parts import memory_by_call, memory_by_tp
+from rlsim.results.tune.parts import CAUSES, idle_causes, idle_shares, memory_by_call, memory_by_tp, waits
 
 RUN = {"case": "", "system": "s", "seed": 0, "step": 0}
 SMALL: dict[str, Any] = tables("bases")["idle"]

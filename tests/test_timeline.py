@@ -21,8 +21,7 @@ import rlsim
 from rlsim.errors import ConfigError
 from rlsim.experiment.frames import stays_frame
 from rlsim.experiment.load import read_experiment
-from rlsim.results.report.timeline import _in_order, held_by, write_timeline
-from rlsim.results.report.trace_events import Tracks
+from rlsim.results.report.timeline import Tracks, _in_order, held_by, write_timeline
 
 SMALL: dict[str, Any] = {"workflow.steps": 2, "seeds": 1, "certainty": 0}
 

@@ -28,8 +28,7 @@ from rlsim.frameworks.settings import Settings
 from rlsim.policies.registry import BUILTIN
 from rlsim.results.tune import answer, systems
 from rlsim.results.tune.answer import Change, Tuned, Wish, tune
-from rlsim.results.tune.idle import CAUSES
-from rlsim.results.tune.parts import Parts, parts_of
+from rlsim.results.tune.parts import CAUSES, Parts, parts_of
 from rlsim.results.tune.search import measuring
 from rlsim.results.tune.space import ALTERS, Axis, Bound, axes_of, baseline_of, divisors, token_budgets
 from rlsim.results.tune.systems import CONTENDERS, FEW, LATE, ranked

@@ -17,6 +17,7 @@ from rlsim.base.refusals import refuse, said
 from rlsim.cli.common import echo, progress_bar, say, write_json
 from rlsim.cli.tables import print_tables
 from rlsim.errors import ConfigError
+from rlsim.frameworks.draft import check_new, override
 
 if TYPE_CHECKING:
     from rlsim.results.tune.answer import Tuned
@@ -66,7 +67,6 @@ def tune(
     Example: rlsim tune run.tuned.sh --gpu h100 --check new.log
     Example: rlsim tune experiment.yaml --budget 30 --keep memory_utilization --systems
     """
-    from rlsim.frameworks.draft import check_new
     from rlsim.results.tune.answer import Wish
     from rlsim.results.tune.answer import tune as search
     from rlsim.results.tune.own import Own
@@ -182,7 +182,6 @@ def _print_check(own: Any, configuration: Configuration, log: Path, json_file: P
 
 
 def _print(found: Tuned, price: float | None, error: float | None, *, verbose: bool) -> None:
-    from rlsim.frameworks.draft import override
     from rlsim.results.tune.systems import FEW, LATE
 
     refused = ", ".join(f"{count} {_REFUSED[kind]}" for kind, count in found.excluded.items())
@@ -215,7 +214,6 @@ def _print(found: Tuned, price: float | None, error: float | None, *, verbose: b
 
 
 def _changes(found: Tuned) -> Iterator[Table]:
-    from rlsim.frameworks.draft import override
 
     if found.changes:
         title = "Changes, times as fast: alone, and in the set (needed: without it the set does not fit)"
@@ -282,7 +280,7 @@ def _cause(name: str) -> str:
 
 
 def _idle(parts: Parts | None) -> str:
-    from rlsim.results.tune.idle import CAUSES
+    from rlsim.results.tune.parts import CAUSES
 
     if parts is None:
         return ""
@@ -294,7 +292,6 @@ def _idle(parts: Parts | None) -> str:
 
 def verdict(found: Tuned, error: float | None = None) -> list[str]:
     """The answer in a sentence, and the lines to paste."""
-    from rlsim.frameworks.draft import override
 
     few, many = found.gpus
     turning = [row["assumed"] for row in found.assumptions if any(one is not None and one < 1 for one in row["gains"])]
