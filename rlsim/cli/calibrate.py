@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rlsim.base.formats import Table, written
+from rlsim.base.output import written_by_rlsim
 from rlsim.cli.common import PRINTED, Commands, echo, paths_only, progress_bar, tokens_of, write_json
 from rlsim.cli.tables import print_tables
 from rlsim.errors import CalibrationError, ConfigError
@@ -262,7 +263,6 @@ def _print_errors(result: FromLog, title: str, path: Path, json_file: Path | Non
 
 
 def _print_file(path: Path) -> None:
-    from rlsim.base.output import written_by_rlsim
     from rlsim.cost.tables import csv_of
 
     echo(f"wrote {path}" + (f" and its tables, {csv_of(path).name}" if written_by_rlsim(csv_of(path)) else ""))

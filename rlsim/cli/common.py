@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from rlsim.base.output import check_files, write_text
 from rlsim.base.reading import records
 from rlsim.cli import complete
 from rlsim.errors import ConfigError, printable
@@ -109,16 +110,12 @@ PRINTED = Path("-")
 
 def _checked(file: Path | None) -> Path | None:
     """What `--json` gives; raises `ConfigError` if it cannot be written: before the work, not after it."""
-    from rlsim.base.output import check_files
-
     check_files(None if file == PRINTED else file)
     return file
 
 
 def write_json(file: Path | None, data: Any) -> bool:
     """Write or print what `--json` asks for; whether it was printed, so that nothing else is."""
-    from rlsim.base.output import write_text
-
     if file is None:
         return False
     text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from rlsim.base.charts import check_chart_path, save_chart
 from rlsim.base.formats import Row, Table, written
+from rlsim.base.output import check_files, write_text
 from rlsim.cli.common import PRINTED, paths_only, say, say_notes, write_json
 from rlsim.cli.tables import caption, print_tables, setting_texts
 from rlsim.errors import ConfigError
@@ -41,8 +43,6 @@ def compare(
 
     Example: rlsim compare results/before results/after --baseline verl-best
     """
-    from rlsim.base.charts import check_chart_path, save_chart
-    from rlsim.base.output import check_files, write_text
     from rlsim.results.comparison.compare import compare as compare_directories
 
     check_files(*(file for file in (json_file, csv, chart) if file != PRINTED))

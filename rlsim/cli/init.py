@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
@@ -11,9 +10,8 @@ from rlsim.base.reading import is_file
 from rlsim.base.refusals import refuse
 from rlsim.cli.common import echo, say, say_notes
 from rlsim.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rlsim.frameworks.draft import Draft
+from rlsim.frameworks import read
+from rlsim.frameworks.draft import Draft, Entry, check_free
 
 
 def init(
@@ -47,8 +45,6 @@ def init(
     """
     from rlsim.cli.starter import starter
     from rlsim.experiment.load import unread
-    from rlsim.frameworks import read
-    from rlsim.frameworks.draft import check_free
     from rlsim.frameworks.parts import Options
 
     folder = out.parent if out is not None else Path()
@@ -84,7 +80,6 @@ def _calibrate(draft: Draft, nccl: list[Path], cluster: str | None, folder: Path
     from rlsim.calibrate.importers import import_calibration
     from rlsim.cli.starter import CLUSTER
     from rlsim.cost.calibration import load_calibration
-    from rlsim.frameworks.draft import Entry
     from rlsim.frameworks.names import check_calibration
     from rlsim.models.hardware import load_cluster
 

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from rlsim.base.charts import check_chart_path, save_chart
 from rlsim.base.formats import Table, written
+from rlsim.base.output import check_files, results_folder, write_text
 from rlsim.cli.common import PRINTED, add_code_folders, say, write_json
 from rlsim.cli.tables import print_tables
 
@@ -41,8 +43,6 @@ def plan(
 
     Example: rlsim plan experiments/real_7b_7b.yaml --seconds 5 --apply
     """
-    from rlsim.base.charts import check_chart_path
-    from rlsim.base.output import check_files
     from rlsim.experiment.plan_report import search_plan
 
     add_code_folders(experiment)
@@ -74,7 +74,6 @@ def plan(
 
 
 def _target(experiment: str, settings: list[str] | None) -> Path:
-    from rlsim.base.output import results_folder
     from rlsim.experiment.load import load_experiment
     from rlsim.experiment.result import check_target
 
@@ -125,8 +124,6 @@ def _print(report: PlanReport) -> None:
 
 
 def _write(report: PlanReport, out: Path | None, chart: Path | None) -> None:
-    from rlsim.base.charts import save_chart
-    from rlsim.base.output import write_text
     from rlsim.experiment.plan_report import improvement_chart
     from rlsim.policies.plan import plan_text
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rlsim.base.formats import Table, written
+from rlsim.base.output import results_folder
 from rlsim.cli.common import (
     PRINTED,
     add_code_folders,
@@ -87,7 +88,6 @@ def run(
 
     Example: rlsim run experiments/pat_vs_static.yaml --seeds 10 --set trace.cap=8K
     """
-    from rlsim.base.output import results_folder
     from rlsim.experiment.load import load_experiment
 
     add_code_folders(experiment)

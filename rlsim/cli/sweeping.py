@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rlsim.base.formats import Table, written
+from rlsim.base.output import results_folder
 from rlsim.cli.common import PRINTED, add_code_folders, echo, paths_only, progress_bar, say, with_options, write_json
 from rlsim.cli.tables import caption, print_tables, setting_texts
 from rlsim.errors import ConfigError
@@ -44,7 +45,6 @@ def sweep(
 
     Example: rlsim sweep pat_vs_static --grid "trace.cap=[4K, 8K]" --seeds 3 --out results/caps
     """
-    from rlsim.base.output import results_folder
     from rlsim.results.sweeps.points import load_sweep
     from rlsim.results.sweeps.run import sweep as run_sweep
     from rlsim.results.sweeps.tables import COLUMNS

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlsim.base.formats import Table, number, share, written
+from rlsim.base.output import check_file
 from rlsim.cli.common import PRINTED, Commands, echo, paths_only, say, tokens_of, write_json
 from rlsim.cli.tables import NO_BREAK, print_tables
 from rlsim.errors import TraceError
@@ -47,7 +48,6 @@ def import_(
     Example: rlsim trace import rollout.jsonl lengths.parquet --column response_tokens=output_len --cap 16K
     Example: rlsim trace import verl.log made-up.parquet --derive --cap 16K
     """
-    from rlsim.base.output import check_file
     from rlsim.trace.files import write_trace
     from rlsim.trace.importers import files_of, import_trace
 
@@ -107,7 +107,6 @@ def describe_(
 
     Example: rlsim trace describe traces/deepscaler-llama-3.1-8b.parquet --cap 24K
     """
-    from rlsim.base.output import check_file
     from rlsim.trace.describe import describe
     from rlsim.trace.files import read_trace
 
@@ -176,7 +175,6 @@ def fit_(
 
     Example: rlsim trace fit traces/deepscaler-llama-3.1-8b.parquet --cap 24K --out fit.yaml
     """
-    from rlsim.base.output import check_file
     from rlsim.trace.files import read_trace
     from rlsim.trace.fit import check_fit_name, fit_trace, save_fit
 
@@ -220,7 +218,6 @@ def generate_(
 
     Example: rlsim trace generate traces/deepscaler-llama-3.1-8b.yaml --check-only
     """
-    from rlsim.base.output import check_file
     from rlsim.trace.files import read_trace, write_trace
     from rlsim.trace.generate import check, draw_trace, load_recipe, require
 
