@@ -62,6 +62,11 @@ def said(rows: Iterable[str | Mapping[str, str]], **known: Any) -> list[str]:
     return [text_of(text, known) for text in texts if text]
 
 
+def sentence(group: str, **known: Any) -> str:
+    """What a group of rows of `rlsim/data/says.yaml` says together."""
+    return "".join(said(shipped("says.yaml")[group], **known))
+
+
 def rows_of(group: str) -> list[dict[str, str]]:
     """The rows of a group; none where the table has no such group."""
     return shipped("refusals.yaml").get(group, [])  # type: ignore[no-any-return]

@@ -10,6 +10,8 @@ import typer
 from rlsim.base.charts import check_chart_path, save_chart
 from rlsim.base.formats import Table, written
 from rlsim.base.output import check_files, results_folder, write_text
+from rlsim.base.reading import shipped
+from rlsim.base.refusals import said
 from rlsim.cli.common import PRINTED, add_code_folders, say, write_json
 from rlsim.cli.tables import print_tables
 
@@ -104,23 +106,11 @@ def _print(report: PlanReport) -> None:
         [Table.of(f"{report.experiment.name} · plan", plan), Table.of("", written("ways", report.reallocations()))]
     )
     found, space = report.found, report.space
-    if report.lag:
-        how = f"no plan of this space takes less than {found.least_s:.2f} s on the first step's lengths"
-        for row in report.sides().to_dict("records"):
-            say(f"{row['side']}: {row['time_s']:.2f} s with the new weights, idle {row['idle']:.0%}")
-    else:
-        how = f"{report.start_cost_s / found.cost_s:.2f}x as fast as each call's own fastest option"
-    say(
-        f"iteration: {found.cost_s:.2f} s ({how}); fullest GPU: "
-        f"{report.peak_bytes / 1e9:.1f} of {space.gpu.memory_bytes / 1e9:.1f} GB"
-    )
-    if any(call.kind == "reward" and not report.plan.of(call.name).gpus for call in space.workflow.calls):
-        say("rewards on CPUs, for which calls of a step may wait, are no part of the iteration")
-    rate = found.evaluations / found.elapsed_s if found.elapsed_s else 0.0
-    say(
-        f"{found.method}: {found.evaluations:,} of {space.problem.space:.3g} plans judged in {found.elapsed_s:.1f} s "
-        f"({rate:,.0f} a second), {found.scheduled:,} of them scheduled"
-    )
+    for row in report.sides().to_dict("records") if report.lag else ():
+        say(f"{row['side']}: {row['time_s']:.2f} s with the new weights, idle {row['idle']:.0%}")
+    cpus = any(call.kind == "reward" and not report.plan.of(call.name).gpus for call in space.workflow.calls)
+    for line in said(shipped("says.yaml")["plan"], report=report, found=found, space=space, cpus=cpus):
+        say(line)
 
 
 def _write(report: PlanReport, out: Path | None, chart: Path | None) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlsim.base.formats import Table, number, share, written
-from rlsim.base.reading import read_text, read_yaml, shipped
-from rlsim.base.refusals import refuse, said
+from rlsim.base.reading import read_text, read_yaml
+from rlsim.base.refusals import refuse, sentence
 from rlsim.cli.common import echo, progress_bar, say, write_json
 from rlsim.cli.tables import print_tables
 from rlsim.errors import ConfigError
@@ -295,8 +295,8 @@ def verdict(found: Tuned, error: float | None = None) -> list[str]:
 
     few, many = found.gpus
     turning = [row["assumed"] for row in found.assumptions if any(one is not None and one < 1 for one in row["gains"])]
-    sentence = said(
-        shipped("says.yaml")["tuned"],
+    answer = sentence(
+        "tuned",
         **vars(found),
         few=few,
         many=many,
@@ -308,4 +308,4 @@ def verdict(found: Tuned, error: float | None = None) -> list[str]:
         sure=found.sure,
         turning=" or ".join(turning),
     )
-    return ["".join(sentence), *(f"  {override(key, value)}" for key, value in found.best.items())]
+    return [answer, *(f"  {override(key, value)}" for key, value in found.best.items())]

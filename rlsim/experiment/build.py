@@ -13,8 +13,8 @@ import numpy.typing as npt
 import pandas as pd
 
 from rlsim.base import catalogue
-from rlsim.base.reading import is_file
-from rlsim.base.refusals import refuse
+from rlsim.base.reading import is_file, shipped
+from rlsim.base.refusals import refuse, said
 from rlsim.cost.calibration import Calibration, carried_to, load_calibration
 from rlsim.cost.layout import ReplicaLayout
 from rlsim.cost.memory import kv_shape
@@ -114,12 +114,10 @@ class LoadedExperiment:
         )
         if len(self.calibrations) == 1:  # of several kinds of GPU only those that generate and train count
             (calibration,) = self.calibrations.values()
-            with about(f"{label}: engine", CalibrationError):
-                for model in served.values():
+            priced = [("engine", model) for model in served.values()]
+            for what, model in [*priced, *([("workflow.reward.judge", self.judge_model)] if self.judge_model else [])]:
+                with about(f"{label}: {what}", CalibrationError):
                     for_model(model, calibration)
-            if self.judge_model:
-                with about(f"{label}: workflow.reward.judge", CalibrationError):
-                    for_model(self.judge_model, calibration)
             with about(f"{label}: training", CalibrationError):
                 calibration.check_precision(self.experiment.training.precision)
         models = {role: model.within(longest).served("bf16") for role, model in self.models.items()}
@@ -135,29 +133,18 @@ class LoadedExperiment:
     def notes(self) -> tuple[str, ...]:
         """What the trace and the shapes of the models leave out, and what groups of GPUs with sequences of their own do
         not share."""
-        notes = dict.fromkeys([self.trace_note] if self.trace_note else ())
-        notes |= dict.fromkeys(f"{model.name}: {model.note}" for model in self._models_in_use if model.note)
-        if self.drafts:
-            spec = self.drafts.speculation
-            first = spec.under(Conditions())
-            drafted = first.num_speculative_tokens
-            said = f"a step that drafts {drafted} tokens yields {first.yielded(drafted):.2f} of each response"
-            since = ", less with each update since the draft was trained" if spec.drift else ""
-            how = "in the mean of what is drawn" if spec.drawn else "as expected"
-            notes[f"engine.speculation: {said}, {how}{since}"] = None
-        environment = self.environment
-        if not environment and self.experiment.environment != EnvironmentConfig():
-            notes["environment has no effect: no response of the trace has turns"] = None
-        if environment and environment.sandboxes is None and environment.workers is None:
-            notes["each trajectory has a sandbox: environment.sandboxes and workers say how many there are"] = None
-        groups, caches = self.experiment.engine.data_parallel_attention, self.experiment.engine.enable_prefix_caching
-        if groups > 1 and caches:
-            own = "each group of GPUs has a KV cache of its own, and rlsim does not say which one a response goes to"
-            notes[f"engine.data_parallel_attention {groups}: responses to a prompt share no prefill: {own}"] = None
-        if caches and kv_shape(self.model, 1) != PLAIN_KV:
-            own = "rlsim shares pages only where every layer keeps all tokens, vLLM and SGLang those of windows, too"
-            notes[f"{self.model.name}: responses to a prompt share no prefill: {own}"] = None
-        return tuple(notes)
+        own = [f"{model.name}: {model.note}" for model in self._models_in_use if model.note]
+        found = said(
+            shipped("says.yaml")["loaded"],
+            model=self.model,
+            engine=self.experiment.engine,
+            spec=self.drafts and self.drafts.speculation,
+            first=self.drafts and self.drafts.speculation.under(Conditions()),
+            environment=self.environment,
+            idle=not self.environment and self.experiment.environment != EnvironmentConfig(),
+            plain_kv=kv_shape(self.model, 1) == PLAIN_KV,
+        )
+        return tuple(dict.fromkeys(filter(None, (self.trace_note, *own, *found))))
 
     def kind(self, gpus: Sequence[int], what: str = "a call") -> Kind:
         """What these GPUs cost; raises `ConfigError`, about `what` they are for, if they are of several kinds."""
@@ -227,11 +214,6 @@ class LoadedExperiment:
         """Prompt and response together of what the first seed draws for the first step (tokens)."""
         step = self.sampler(self.experiment.seed_list[0]).step(0)
         return step.prompt_tokens + step.response_tokens
-
-    @property
-    def mean_response_tokens(self) -> float:
-        """The mean length of a response under the cap (tokens)."""
-        return float(self._cut[0].mean())
 
     @cached_property
     def longest_prompt(self) -> int:
@@ -377,9 +359,8 @@ def beside(name: str, folder: Path) -> str:
 def find_trace(name: str, folder: Path) -> Path:
     """A trace by path (from `folder` or the working directory) or by its name in the catalogue."""
     path = Path(name)
-    for candidate in (folder / path, path):
-        if is_file(candidate):
-            return candidate
+    if own := next(filter(is_file, (folder / path, path)), None):
+        return own
     shipped = catalogue.names("traces", ".parquet")
     short = path.name.removesuffix(".parquet")
     if short in shipped and path.parent.name in ("", "traces"):

@@ -16,7 +16,7 @@ from pydantic import Field, TypeAdapter
 from rlsim.base.formats import number
 from rlsim.base.reading import shipped
 from rlsim.base.records import Record
-from rlsim.base.refusals import holds, text_of
+from rlsim.base.refusals import holds, sentence, text_of
 from rlsim.base.schema import Schema
 from rlsim.cost.calibration import calibration_names
 from rlsim.cost.derived import ITERATIONS
@@ -119,12 +119,7 @@ class LedgerRecord(Record):
     @property
     def legend(self) -> str:
         """How to read its table; empty where no worth is known."""
-        if self.base is None:
-            return ""
-        small = len(self.assumed) - len(self.weighed)
-        text = "from … to: at the ends of each range, one seed, the same responses; step s: of the baseline"
-        text += f"; then {self.unit} trained on per second over its" * bool(self.others)
-        return text + (f"; {small} more move neither by {MATTERS:.0%}" if small else "")
+        return sentence("ledger", of=self, small=len(self.assumed) - len(self.weighed), matters=MATTERS)
 
     @property
     def weighed(self) -> list[AssumedRecord]:

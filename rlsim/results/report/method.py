@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from rlsim.base.formats import Table, written
+from rlsim.base.refusals import sentence
 from rlsim.cost.step import KINDS
 from rlsim.experiment.ledger import ledgers, turns
 from rlsim.experiment.result import Result
@@ -51,10 +52,8 @@ def cases_sentence(verdicts: Sequence[Verdict]) -> str:
     counts = Counter(verdict.first.system for verdict in verdicts if verdict.first)
     who = ", ".join(f"{name} in {count}" for name, count in counts.most_common(_MOST_CASES)) or "none can be compared"
     faster = sum(bool(verdict.faster) for verdict in verdicts)
-    text = f"Best mean in {len(verdicts)} cases: {who}."
-    if all(row.outcome == "no speedup" for verdict in verdicts for row in verdict.rows):
-        return text
-    return f"{text} In {faster} of {len(verdicts)} a system is faster than {verdicts[0].baseline}."
+    compared = any(row.outcome != "no speedup" for verdict in verdicts for row in verdict.rows)
+    return sentence("cases", verdicts=verdicts, who=who, faster=faster, compared=compared)
 
 
 def idle_sentence(rows: pd.DataFrame, verdict: Verdict) -> str:
@@ -62,11 +61,8 @@ def idle_sentence(rows: pd.DataFrame, verdict: Verdict) -> str:
     shares = rows.set_index("system")[["bubble_fraction", "tail_fraction"]]
     first = verdict.baseline if verdict.baseline in shares.index else verdict.rows[0].system
     idle, tail = shares.loc[first]
-    text = f"GPUs are idle {idle:.1%} of the time under {first}, and decode in the tail for {tail:.1%} of what is left"
-    if (best := verdict.runner_up) and best.system != first:
-        idle, tail = shares.loc[best.system]
-        text += f"; under {best.system} {idle:.1%} and {tail:.1%}"
-    return f"{text} (at less than half of the full batch's throughput)."
+    best = verdict.runner_up.system if verdict.runner_up else first
+    return sentence("idle", first=first, idle=idle, tail=tail, best=best, others=shares.loc[best])
 
 
 def calibration_sentence(manifest: Mapping[str, Any]) -> str:
@@ -80,15 +76,10 @@ def calibration_sentence(manifest: Mapping[str, Any]) -> str:
             for operator, residual in record["residuals"].items()
             if operator in asked or not any(f"_{precision}" in operator for precision in PRECISIONS)
         ]
-        if medians:
-            low, high = (f"{value:.1%}" for value in (min(medians), max(medians)))
-            error = f"off by {low}" if low == high else f"off by {low} to {high}"
-            notes = (str(residual["note"]) for residual in record["residuals"].values())
-            elsewhere = sorted({note.partition(". ")[0] for note in notes if "not measured on" in note})
-            where = f" ({', '.join(elsewhere)})" if elsewhere else ""
-            texts.append(f"kernel times of {name} are {error} in the median, by operator{where}")
-        else:
-            texts.append(f"the calibration {name} states no errors")
+        ends = dict.fromkeys(f"{value:.1%}" for value in (min(medians), max(medians))) if medians else ()
+        notes = (str(residual["note"]) for residual in record["residuals"].values())
+        elsewhere = sorted({note.partition(". ")[0] for note in notes if "not measured on" in note})
+        texts.append(sentence("errors", name=name, errors=" to ".join(ends), elsewhere=", ".join(elsewhere)))
     counts = pd.DataFrame([row for table in manifest["lookups"].values() for row in table.values()]).sum()
     outside = float(counts.get("extrapolated", 0)) / max(float(counts.sum()), 1.0)
     text = "; ".join(texts)
@@ -132,11 +123,8 @@ def _origin(record: Mapping[str, Any]) -> str:
         f"{source['project']} at {source['commit']}" if source.get("commit") else str(source["project"])
         for source in provenance.get("sources", [])
     ]
-    notes = "; ".join(provenance.get("notes", []))
-    text = f"Times of {record['gpu']} under {record['engine']}"
-    text += f", fitted on {provenance['date']}" if provenance.get("date") else ""
-    text += f" to {', '.join(sources)}." if sources else "."
-    return text + (f" To know: {notes}." if notes else "")
+    known = {"date": provenance.get("date"), "sources": ", ".join(sources)}
+    return sentence("origin", record=record, notes="; ".join(provenance.get("notes", [])), **known)
 
 
 def _lookups(tables: Lookups) -> Table:
