@@ -12,9 +12,10 @@ import typer
 
 from rlsim.base.formats import Table, written
 from rlsim.base.output import written_by_rlsim
+from rlsim.base.refusals import refuse
 from rlsim.cli.common import PRINTED, Commands, echo, paths_only, progress_bar, tokens_of, write_json
 from rlsim.cli.tables import print_tables
-from rlsim.errors import CalibrationError, ConfigError
+from rlsim.errors import CalibrationError
 
 if TYPE_CHECKING:
     from rlsim.calibrate.measure.journal import Point
@@ -192,8 +193,7 @@ def show_(
     from rlsim.models.model import load_model
 
     calibration = load_calibration(name)
-    if model is None and speculation is not None:
-        raise ConfigError("--speculation goes with --model")
+    refuse("rlsim calibrate show", model=model, speculation=speculation)
     if model is None:
         found = shown = show.efficiencies(calibration)
         title, form = f"{calibration.name}: share of the data sheet's rate", "{:.0%}"
@@ -240,8 +240,8 @@ def _keys(items: list[str]) -> dict[str, dict[str, object]]:
     data: dict[str, dict[str, object]] = {"train": {}, "engine": {}}
     for item in items:
         key, equals, _ = item.partition("=")
-        if not equals or key.partition(".")[0] not in data or "." not in key:
-            raise CalibrationError(f"--set {item}: expected train.KEY=VALUE or engine.KEY=VALUE")
+        part, dot, _ = key.partition(".")
+        refuse("rlsim calibrate from-run", CalibrationError, item=item, known=equals and dot and part in data)
     for key, value in parse_overrides(items).items():
         set_path(data, key, value, "--set ")
     return data
@@ -292,8 +292,7 @@ def _budget(text: str) -> float:
         value = seconds(text.strip() + "in" if text.strip().endswith("m") else text)
     except ValueError as error:
         raise CalibrationError(f"--budget: {error}") from None
-    if value <= 0.0:
-        raise CalibrationError(f"--budget {text}: expected more than nothing, such as 10m")
+    refuse("rlsim calibrate", CalibrationError, text=text, value=value)
     return value
 
 

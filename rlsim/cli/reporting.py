@@ -11,7 +11,6 @@ import typer
 from rlsim.base.formats import listed
 from rlsim.base.refusals import refuse
 from rlsim.cli.common import echo, paths_only
-from rlsim.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,8 +71,7 @@ def timeline(
     from rlsim.results.report.timeline import write_timeline
 
     path = out or results / ("timeline.json.gz" if compressed else "timeline.json")
-    if out is not None and compressed and out.suffix != ".gz":
-        raise ConfigError(f"--gzip: {out} does not end in .json.gz")
+    refuse("rlsim timeline", compressed=compressed, out=out)
     written = write_timeline(
         results, path, case=case, system=system, seed=seed, steps=_numbers(steps), requests=requests
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlsim.base.formats import Table, number, share, written
 from rlsim.base.output import check_file
+from rlsim.base.refusals import refuse
 from rlsim.cli.common import PRINTED, Commands, echo, paths_only, say, tokens_of, write_json
 from rlsim.cli.tables import NO_BREAK, print_tables
 from rlsim.errors import TraceError
@@ -53,11 +54,10 @@ def import_(
 
     check_file(out, TraceError, inputs=files_of(file))
     columns, cap_tokens = _columns(column or ()), tokens_of("--cap", cap)
+    refuse("rlsim trace import", TraceError, batch=batch, derive=derive)
     if derive:
         trace = _derived(file, batch, cap_tokens, name, source, {"--format": format, "--tokenizer": tokenizer,
                                                                 "--column": column})  # fmt: skip
-    elif batch is not None:
-        raise TraceError("--batch goes with --derive, which reads veRL's metric log")
     else:
         trace = import_trace(file, format=format, columns=columns, cap_tokens=cap_tokens, name=name, source=source,
                              tokenizer=tokenizer)  # fmt: skip
@@ -76,8 +76,7 @@ def _columns(pairs: Iterable[str]) -> dict[str, str]:
     columns = {}
     for pair in pairs:
         ours, equals, theirs = pair.partition("=")
-        if not (ours.strip() and equals and theirs.strip()):
-            raise TraceError(f"--column {pair}: expected OURS=THEIRS, such as response_tokens=output_len")
+        refuse("--column", TraceError, pair=pair, known=ours.strip() and equals and theirs.strip())
         columns[ours.strip()] = theirs.strip()
     return columns
 
@@ -87,9 +86,8 @@ def _derived(
 ) -> Trace:
     from rlsim.frameworks.verl.lengths import batch_size, derive_trace
 
-    for option, value in others.items():
-        if value and value != "verl-metrics":
-            raise TraceError(f"{option} does not go with --derive, which reads veRL's metric log")
+    foreign = [option for option, value in others.items() if value and value != "verl-metrics"]
+    refuse("--derive", TraceError, foreign=foreign)
     prompts, responses = batch_size(batch) if batch is not None else (None, None)
     return derive_trace(file, prompts=prompts, responses=responses, cap_tokens=cap_tokens, name=name, source=source)
 
@@ -225,8 +223,8 @@ def generate_(
     target = out or recipe.with_suffix(".parquet")
     if not check_only:
         check_file(target, TraceError, inputs=(recipe,))
-    if out is None and not check_only and target.exists() and read_trace(target).meta.recipe is None:
-        raise TraceError(f"{target} exists, and is not a generated trace; give another name with --out")
+    foreign = out is None and not check_only and target.exists() and read_trace(target).meta.recipe is None
+    refuse("rlsim trace generate", TraceError, target=target, foreign=foreign)
     trace = draw_trace(loaded)
     checks = check(loaded, trace)
     if not write_json(json_file, [{**asdict(one), "ok": one.ok} for one in checks]) and not quiet:

@@ -74,9 +74,8 @@ def tune(
 
     if write is not None:
         check_new(write, Path(sources[0]))
-        if files := [text for text in sources[1:] if Path(text).exists()]:
-            raise ConfigError(f"--write takes one file and settings: {files[0]} would win over what is written")
-    refuse("rlsim tune", rollouts=rollouts, log=log, on_policy=on_policy, max_staleness=max_staleness)
+    files = [text for text in sources[1:] if write and Path(text).exists()]
+    refuse("rlsim tune", files=files, rollouts=rollouts, log=log, on_policy=on_policy, max_staleness=max_staleness)
     bound = Bound.of("max:0") if on_policy else Bound.of(max_staleness) if max_staleness is not None else None
     wish = Wish(keep or (), allow or (), bound, gpus, money, systems)
     given = {"cluster": cluster, "model": model, "calibration": calibration, "trace": trace, "network": network}
@@ -118,8 +117,8 @@ def _configuration(
     from rlsim.results.tune.trial import FRAMEWORKS, Configuration
 
     name, option = framework_of(Path(sources[0]))
-    if name and not (gpu or gpu_like or given["cluster"]):
-        raise ConfigError(f"{sources[0]}: configurations name no GPU: give --gpu, such as h100, or --cluster")
+    gpu_known = gpu or gpu_like or given["cluster"]
+    refuse("GPU of a configuration", source=sources[0], missing=name and not gpu_known)
     if name:
         options = Options.of(Path(), gpu, gpu_like, **given)
     else:

@@ -302,8 +302,7 @@ def _with_room(trace: Trace, spec: TraceSpec, label: str) -> tuple[Trace, str]:
     if room is None or (fits := tokens < room).all():
         return trace, ""
     said = f"trace.{name}, {limit:,} tokens"
-    if not fits.any():
-        raise ConfigError(f"{label}: every prompt of trace {trace.meta.name} {does}s {said}")
+    refuse("prompts", shown=label, fits=fits, trace=trace, does=does, limit=said)
     prompts = trace.frame["prompt_id"]
     note = f"{prompts[~fits].nunique():,} of {prompts.nunique():,} prompts are left out: they {does} {said}"
     return Trace(trace.frame[fits].reset_index(drop=True), trace.meta), note
@@ -322,26 +321,19 @@ def _calibrations(experiment: Experiment, cluster: AnyCluster, folder: Path, lab
     """The calibration of every kind of GPU; raises `ConfigError` if one is missing, or is for another GPU."""
     given, kinds, nodes = experiment.calibration, cluster.kinds, node_types()
     if isinstance(given, str):
-        if len(kinds) > 1:
-            each = ", ".join(f"{kind}: …" for kind in kinds)
-            raise ConfigError(
-                f"{label}: cluster {cluster.name} has several kinds of GPU; expected {{{each}}}, got {given}"
-            )
+        each = ": …, ".join(kinds)
+        refuse("calibration of several", shown=label, cluster=cluster, kinds=kinds, each=each, given=given)
         given = {kinds[0]: given}
     named = {nodes[kind].gpu.name if kind in nodes else kind: name for kind, name in given.items()}
     found: dict[str, Calibration] = {}
     for kind in kinds:
-        if kind not in named:
-            raise ConfigError(f"{label}: none for {kind} of cluster {cluster.name}; expected {kind}: <gpu>-<engine>")
+        refuse("calibrations", shown=label, kind=kind, named=named, cluster=cluster)
         groups = cluster.groups if isinstance(cluster, MixedCluster) else (cluster,)
         nodes_of_kind = next(one for one in groups if one.gpu.name == kind)
         read = carried_to(load_calibration(beside(named[kind], folder)), nodes_of_kind)
         read = read.drawn(experiment.draw, experiment.costs)
         found[kind] = read.scheduled(experiment.engine.async_scheduling).with_experts(experiment.engine.moe_backend)
-        if found[kind].gpu != kind:
-            raise CalibrationError(
-                f"{label}: {found[kind].name} is for GPU {found[kind].gpu!r}, cluster {cluster.name!r} has {kind!r}"
-            )
+        refuse("calibration", CalibrationError, shown=label, of=found[kind], kind=kind, cluster=cluster)
     return found
 
 

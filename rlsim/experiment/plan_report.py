@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 
 from rlsim.base.charts import drawn, templates
+from rlsim.base.refusals import refuse
 from rlsim.cost.memory import RESERVED_BYTES
-from rlsim.errors import ConfigError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.placed import PlacedExperiment
@@ -141,8 +141,7 @@ def search_plan(
     whatever does not exist or fit.
     """
     experiment, _, folder = load_experiment(source, overrides)
-    if experiment.cases:
-        raise ConfigError("a plan is searched for one case: set its keys with --set, and --set 'cases={}'")
+    refuse("rlsim plan", cases=experiment.cases)
     if seconds is None and evaluations is None:
         seconds = 10.0
     loaded = LoadedExperiment.of(experiment, folder)

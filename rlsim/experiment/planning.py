@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rlsim.base.refusals import refuse
 from rlsim.cost.layout import PLAIN, Layout, PairTimes
 from rlsim.cost.memory import RESERVED_BYTES, kv_shape, stage_bytes
 from rlsim.cost.rollout import RolloutCostModel, powers_of_two
@@ -174,11 +175,7 @@ class PlanSpace:
                 for call in self.calls
             }
             found += [space] if all(space.options.values()) else []
-        if not found:
-            raise CapacityError(
-                f"no split of the {self._cluster.gpus} GPUs of {self._cluster.name} leaves both generation and the "
-                "other calls as many as they need"
-            )
+        refuse("splits", CapacityError, found=found, cluster=self._cluster)
         return found
 
     def search(
@@ -435,8 +432,7 @@ def meshes(gpus: int, per_node: int) -> Iterator[tuple[int, int]]:
 
 def borders(gpus: int) -> range:
     """The numbers of GPUs, out of so many, that are tried for generation: multiples of the same power of two."""
-    if gpus < 2:
-        raise ConfigError("generation that runs ahead needs GPUs of its own: a cluster of one GPU cannot be split")
+    refuse("one GPU", gpus=gpus)
     step = 1 << (-(-gpus // SPLITS) - 1).bit_length()
     return range(step, gpus, step)
 

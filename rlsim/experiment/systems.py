@@ -40,8 +40,7 @@ class PartSpec:
     def make(self, label: str) -> Part:
         """A new part; raises `ConfigError` if it does not take these parameters."""
         kind = load_policy(self.policy)
-        if self.parameters and not issubclass(kind, BaseModel):
-            raise ConfigError(f"{label}: {kind.__name__} takes no parameters")
+        refuse("part", shown=label, kind=kind, senseless=self.parameters and not issubclass(kind, BaseModel))
         with blamed(label, kind):
             return validate(dict(self.parameters), kind, source=label) if issubclass(kind, BaseModel) else kind()
 
@@ -102,14 +101,11 @@ def parse_systems(entries: Sequence[Any], source: str = "") -> tuple[SystemSpec,
     Raises `ConfigError` for unreadable ones or a name used twice, `CatalogueError` for an unknown policy.
     """
     specs = list(itertools.islice((spec for entry in entries for spec in _parse(entry, source)), MOST_SYSTEMS + 1))
-    if len(specs) > MOST_SYSTEMS:
-        raise ConfigError(f"{source}: systems: more than {MOST_SYSTEMS:,}, variants included")
+    refuse("many systems", source=source, count=len(specs), most=MOST_SYSTEMS)
     for spec in specs:
         spec.make()  # what is wrong is found before anything runs
     names = [spec.name for spec in specs]
-    for spec in reversed(specs):
-        if names.count(spec.name) > 1:
-            raise ConfigError(f"{spec.shown}: two systems have this name; give one a `name`, and `use: [...]`")
+    refuse("systems", again=[spec.shown for spec in specs if names.count(spec.name) > 1])
     return tuple(specs)
 
 
@@ -131,8 +127,7 @@ def _parse(entry: Any, source: str) -> Iterator[SystemSpec]:
             raise ConfigError(f"{where}: systems: {error}") from None
         parts = tuple(part for _, _, part in variants)
         named = [part.policy for part in parts]
-        if again := next((policy for policy in named if named.count(policy) > 1), None):
-            raise ConfigError(f"{told}: {again} is named twice; which of the two counts is not clear")
+        refuse("parts of a system", shown=told, again=[policy for policy in named if named.count(policy) > 1])
         variant = any(suffix for _, suffix, _ in variants)
         with blamed(told):
             lays_out = any(map(is_layout, [*flattened(part.make(told) for part in parts)]))
@@ -148,10 +143,8 @@ def _parse_part(entry: Any, source: str) -> Iterator[tuple[str, str, PartSpec]]:
     elif isinstance(entry, Mapping) and len(entry) == 1:
         ((policy, parameters),) = entry.items()
         policy, parameters = str(policy), {} if parameters is None else parameters
-        if not isinstance(parameters, Mapping):
-            raise ConfigError(
-                f"{where}: system {policy!r}: expected parameters such as {{tp: 2}}, got {shown(parameters)}"
-            )
+        mapping = isinstance(parameters, Mapping)
+        refuse("parameters", shown=where, policy=policy, mapping=mapping, got=shown(parameters))
     else:
         raise ConfigError(f"{where}: systems: expected a policy's name, or one with parameters, got {shown(entry)}")
     with about(where):

@@ -247,10 +247,8 @@ def _check_responses(step: Responses, truth: np.ndarray, needed: int, actions: S
         lost = step.id[under_way.argmax()]
         raise ContractError(f"request {lost} is lost: neither finished nor aborted, and nothing stopped")
     short, trained = bool((~step.finished).any()), int(step.trained.sum())
-    if not trained:
-        raise ContractError("a step trains on no response")
-    if trained != needed and not (stopped or short or any(isinstance(action, Abort) for action in actions)):
-        raise ContractError(f"the step's batch has {trained} responses, not {needed}")
+    fewer = stopped or short or any(isinstance(action, Abort) for action in actions)
+    refuse("batch of a policy", ContractError, trained=trained, needed=needed, fewer=fewer)
 
 
 @cache

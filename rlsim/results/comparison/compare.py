@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 
 from rlsim.base.formats import few, listed
+from rlsim.base.refusals import refuse
 from rlsim.base.schema import validate
 from rlsim.errors import ConfigError, unknown_name
 from rlsim.experiment.case import cases_of
@@ -95,8 +96,7 @@ def runs_in(directory: str | Path) -> list[Run]:
         if row["status"] == "done":
             axes = {axis.key: None if pd.isna(row[axis.name]) else row[axis.name] for axis in sweep.axes}
             found += _runs(str(folder), row["point"], axes, sweep.record(row["point"]), steps[row["point"]])
-    if not found:
-        raise ConfigError(f"{folder}: no point of the sweep is done")
+    refuse("points of a sweep", folder=folder, found=found)
     return list(_with_all_seeds(found))
 
 
@@ -196,8 +196,7 @@ def compare(directories: Sequence[str | Path], *, baseline: str | None = None) -
     Runs that saw the same responses are paired by seed; others are taken as independent samples (Welch), and a note
     says why. Raises `ConfigError` for a directory without results, `CatalogueError` for an unknown baseline.
     """
-    if not directories:
-        raise ConfigError("name at least one directory of results")
+    refuse("rlsim compare", directories=directories)
     runs = [run for directory in dict.fromkeys(map(Path, directories)) for run in runs_in(directory)]
     choose, settings = Baseline(runs, baseline), _settings(runs)
     rows, apart = list[dict[str, Any]](), defaultdict[str, list[str]](list)

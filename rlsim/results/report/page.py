@@ -12,9 +12,8 @@ from rlsim.base.charts import OFFLINE, chart_spec, vega_script
 from rlsim.base.formats import Table
 from rlsim.base.output import check_own_file, write_text
 from rlsim.base.reading import shipped
-from rlsim.base.refusals import said, text_of
+from rlsim.base.refusals import refuse, said, text_of
 from rlsim.base.version import __version__
-from rlsim.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -100,8 +99,7 @@ class Page:
 
 def check_page_path(path: Path) -> None:
     """Raises `ConfigError` if a page cannot be written there."""
-    if path.suffix not in (".html", ".htm"):
-        raise ConfigError(f"{path}: a report is written as .html")
+    refuse("page", path=path)
     check_own_file(path)
 
 

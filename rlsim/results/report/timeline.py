@@ -22,6 +22,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from rlsim.base.output import atomic_path, check_own_file
+from rlsim.base.refusals import refuse
 from rlsim.errors import ConfigError
 from rlsim.results.report.chosen_run import ChosenRun, choose_run
 from rlsim.sim.recorder import LEFT
@@ -156,8 +157,7 @@ def write_timeline(
     """
     path = Path(path)
     run = choose_run(results, case=case, system=system, seed=seed, steps=steps)
-    if not path.name.endswith(SUFFIXES):
-        raise ConfigError(f"{path}: a timeline is written as one of {', '.join(SUFFIXES)}")
+    refuse("timeline", path=path, known=SUFFIXES)
     check_own_file(path)
     with atomic_path(path) as temporary, _opened(temporary, compressed=path.suffix == ".gz") as file:
         about = {
@@ -233,8 +233,7 @@ def _write_gpus(writer: TraceWriter, run: ChosenRun) -> None:
     per_node, all_gpus = int(run.setup["gpus_per_node"]), int(run.setup["gpus"])
     rows = run.rows("spans", ["step", "gpu", "gpus", "start_at", "end_at", "kind", "tp", "label", "shared"])
     low, high = rows["gpu"].min(), (rows["gpu"] + rows["gpus"]).max() - 1
-    if not 0 <= low <= high < all_gpus:
-        raise ConfigError(f"spans: expected GPUs 0 to {all_gpus - 1}, got {low} to {high}")
+    refuse("spans", low=low, high=high, gpus=all_gpus)
     kinds = ["", *dict.fromkeys(rows.loc[rows["shared"], "kind"])]  # alone, or beside other work
     process = cache(lambda node: writer.process(f"node {node}", NODES + node))
 

@@ -108,13 +108,8 @@ def _answers(tasks: Sequence[Task], executor: str, workers: int | None, address:
 def _make_room(definition: Definition, store: Store, earlier: Mapping[str, Any] | None, prune: bool) -> None:
     """Refuse, or with `prune` remove, results of points that the definition does not have."""
     own = {point.name for point in definition.points}
-    foreign = store.done() - own
-    if foreign and not prune:
-        raise ConfigError(
-            f"{store.directory} holds {len(foreign)} point{'s' * (len(foreign) > 1)} that this sweep does not have"
-            f"{_why(definition, earlier)}; "
-            "choose another directory, or --prune to remove them"
-        )
+    foreign, why = store.done() - own, _why(definition, earlier)
+    refuse("other points", foreign=foreign and not prune, count=len(foreign), folder=store.directory, why=why)
     for point in foreign | (store.unfinished() - own):
         store.remove(point)
 

@@ -27,6 +27,7 @@ import pyarrow as pa
 
 from rlsim.base.output import check_folder, locked, make_folder, reason, write_bytes
 from rlsim.base.records import read_record, sealed, unsealed
+from rlsim.base.refusals import refuse
 from rlsim.errors import ConfigError
 from rlsim.experiment.columns import TYPES, Column, field_of, read_parquet
 from rlsim.results.sweeps.points import Point
@@ -57,8 +58,7 @@ class Store:
         target = self._check_target()
         make_folder(target)
         with locked(target, wait=False) as alone:
-            if alone is False:
-                raise ConfigError(f"{self.directory}: another process is running a sweep here")
+            refuse("lock of a sweep", folder=self.directory, alone=alone)
             for left in target.rglob(".rlsim-*.*"):
                 left.unlink(missing_ok=True)
             yield
@@ -209,8 +209,7 @@ class SweepResult:
         Raises `ConfigError` if the sweep did not keep the table, or a file of it is damaged.
         """
         kept = self.definition["tables"]
-        if name not in kept:
-            raise ConfigError(f"{self.directory} has no table {name!r}; it kept: {', '.join(kept)}")
+        refuse("table of a sweep", folder=self.directory, name=name, kept=kept)
         own = [column for column in COLUMNS[name] if columns is None or column.name in columns]
         axes = [axis for axis in self.axes if columns is None or axis.name in columns]
         # The axes are the definition's: files may still have those of an earlier one, if that was interrupted.

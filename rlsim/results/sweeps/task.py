@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlsim.base.processes import end, pool_of
-from rlsim.errors import ConfigError, PolicyError, RlsimError
+from rlsim.base.refusals import refuse
+from rlsim.errors import PolicyError, RlsimError
 from rlsim.experiment.columns import to_arrow, to_bytes
 from rlsim.experiment.run import run_loaded
 from rlsim.results.sweeps.points import Point, inputs_of
@@ -63,10 +64,7 @@ class Task:
         point = self.point
         experiment = point.experiment(self.shown)
         found = inputs_of(experiment, self.shown, self.folder)
-        if changed := [what for what in point.inputs if found.get(what) != point.inputs[what]]:
-            raise ConfigError(
-                f"where this point ran, these are not what they were when the sweep began: {', '.join(changed)}"
-            )
+        refuse("inputs of a point", changed=[what for what in point.inputs if found.get(what) != point.inputs[what]])
         result = run_loaded(experiment, self.shown, self.folder)
         model = {key: value for key, value in result.manifest["model"].items() if key != "source"}  # where it lies
         own = {"experiment": dict(point.config), "model": model, "inputs": dict(point.inputs)}
