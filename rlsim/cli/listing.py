@@ -48,27 +48,24 @@ class Written(StrEnum):
     MODEL = "model"
 
 
+#: The records that say what may stand in these files.
+_RECORDS: Mapping[str, str] = {
+    "experiment": "experiment.schema:Experiment",
+    "sweep": "results.sweeps.schema:SweepSpec",
+    "cluster": "models.hardware:Cluster",
+    "model": "models.architectures:Config",
+}
+
+
 @app.command()
 def keys(key: str = "", of: Written = Written.EXPERIMENT) -> None:
     """Keys of an experiment, a sweep, a cluster or a model: type, unit, default and meaning.
 
     Example: rlsim list keys workflow.reward
     """
-    from pydantic import BaseModel
-
     from rlsim.base.reference import keys_of
-    from rlsim.experiment.schema import Experiment
-    from rlsim.models.architectures import Config
-    from rlsim.models.hardware import Cluster
-    from rlsim.results.sweeps.schema import SweepSpec
 
-    records: dict[str, type[BaseModel]] = {
-        "experiment": Experiment,
-        "sweep": SweepSpec,
-        "cluster": Cluster,
-        "model": Config,
-    }
-    rows = list(keys_of(records[of]))
+    rows = list(keys_of(load_object(f"rlsim.{_RECORDS[of]}", of)))
     if key and key not in {row.key for row in rows}:
         raise unknown_name(f"key of the {of}", key, [row.key for row in rows])
     under = (f"{key}.", f"{key}[")

@@ -45,14 +45,18 @@ def plan(
 
     Example: rlsim plan experiments/real_7b_7b.yaml --seconds 5 --apply
     """
+    from rlsim.experiment.load import load_experiment
     from rlsim.experiment.plan_report import search_plan
+    from rlsim.experiment.result import check_target
 
     add_code_folders(experiment)
     shown = json_file == PRINTED
     check_files(None if shown else json_file, out, chart, inputs=(experiment,))  # before the search, not after it
     if chart is not None:
         check_chart_path(chart)
-    target = _target(experiment, settings) if apply else None
+    target = results_folder(load_experiment(experiment, settings or ())[0].name) if apply else None
+    if target is not None:
+        check_target(target)
     report = search_plan(
         experiment,
         overrides=settings or (),
@@ -73,15 +77,6 @@ def plan(
         _print(report)
     if target is not None:
         _run(experiment, report, settings or [], target, quiet or shown)
-
-
-def _target(experiment: str, settings: list[str] | None) -> Path:
-    from rlsim.experiment.load import load_experiment
-    from rlsim.experiment.result import check_target
-
-    target = results_folder(load_experiment(experiment, settings or ())[0].name)
-    check_target(target)
-    return target
 
 
 def _progress() -> Callable[[Improvement], None] | None:

@@ -89,7 +89,9 @@ def tune(
         return
     if log is not None and own is not None:
         configuration, fitted = own.fitted(configuration, log, rollouts)
-        _print_fit(fitted.errors, len(fitted.held_out), own.calibration)
+        parts, steps = ", ".join(written("fitted", fitted.errors)["error"]), len(fitted.held_out)
+        of = f"mean errors on {steps} steps it was not fitted to: {parts}"
+        echo(f"calibrated to your log: {of}; wrote {own.calibration}")
     with progress_bar(quiet) as bar:
         told = (lambda share, what: bar(min(int(100 * share), 100), 100, what)) if bar else (lambda *_: None)
         found = search(
@@ -160,12 +162,6 @@ def _positive(value: Any) -> float:
     if not 0 <= (price := float(value)) < math.inf:
         raise ValueError(value)
     return price
-
-
-def _print_fit(errors: Any, steps: int, path: Path) -> None:
-    """How well a calibration to the user's log predicts the steps it was not fitted to."""
-    parts = ", ".join(written("fitted", errors)["error"])
-    echo(f"calibrated to your log: mean errors on {steps} steps it was not fitted to: {parts}; wrote {path}")
 
 
 def _print_check(own: Any, configuration: Configuration, log: Path, json_file: Path | None) -> None:

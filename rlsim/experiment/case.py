@@ -10,6 +10,8 @@ from typing import Any
 
 import pandas as pd
 
+from rlsim.base.reading import shipped
+from rlsim.base.refusals import said
 from rlsim.base.schema import located
 from rlsim.cost.step import Lookups
 from rlsim.errors import CapacityError, CatalogueError, ConfigError, about, unknown_name
@@ -25,7 +27,6 @@ from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.steadiness import steady_notes
 from rlsim.experiment.summary import (
     idle_notes,
-    kinds_note,
     listed,
     luck_note,
     mean_ratio,
@@ -261,6 +262,6 @@ class Case:
             for note, names in unfit.items()
         ]
         prefix = f"{self.name}: " if self.name else ""
-        kinds = kinds_note(self.loaded.cluster.kinds)
+        kinds = said(shipped("says.yaml")["kinds"], kinds=self.loaded.cluster.kinds)
         found = (*tuned, *rates, *preempted, *infeasible, *self.notes, *sampled, *scored, *kinds)
         return [prefix + note for note in found]

@@ -198,15 +198,6 @@ PUT_OFF = ("put_back", "paused", "resumed", "dropped", "dropped_stale")
 CONSIDERABLE = 0.05
 
 
-def kinds_note(kinds: Sequence[str]) -> Iterator[str]:
-    """What shares of GPU time mean where GPUs are of several kinds."""
-    if len(kinds) > 1:
-        yield (
-            f"bubble and tail count a second of {' and '.join(kinds)} alike; rollout_idle and trainer_idle tell the "
-            "GPUs of generation from those of training"
-        )
-
-
 def idle_notes(steps: pd.DataFrame, deciding: Collection[str]) -> Iterator[str]:
     """Which systems that decide something while they generate never changed anything.
 
@@ -302,17 +293,20 @@ def _tokens_per_response(steady: pd.DataFrame) -> float:
     return float(steady["tokens"].sum() / max(steady["trained"].sum(), 1))
 
 
+#: By column of `steps`: how a system comes to train on other responses than it would have drawn.
+_REASONS = {
+    "put_back": "prompts that are not finished in time are generated again later",
+    "dropped_stale": "prompts are dropped as too stale",
+    "paused": "responses that are not finished in time go on in a later step",
+    "resumed": "responses that are not finished in time go on in a later step",
+    "dropped": "prompts are dropped, for their rewards or with an aborted response",
+    "wasted_tokens": "the first to finish are trained on and others dropped",
+}
+
+
 def _why(steady: pd.DataFrame) -> str:
-    """How a system comes to train on other responses than it would have drawn; empty if it does not."""
-    total = steady[["wasted_tokens", *PUT_OFF]].sum()
-    reasons = [
-        (total["put_back"] > 0, "prompts that are not finished in time are generated again later"),
-        (total["dropped_stale"] > 0, "prompts are dropped as too stale"),
-        (total["paused"] + total["resumed"] > 0, "responses that are not finished in time go on in a later step"),
-        (total["dropped"] > 0, "prompts are dropped, for their rewards or with an aborted response"),
-        (total["wasted_tokens"] > 0, "the first to finish are trained on and others dropped"),
-    ]
-    return next((text for applies, text in reasons if applies), "")
+    """The first of the reasons that holds of a system; empty if none does."""
+    return next((text for column, text in _REASONS.items() if steady[column].sum() > 0), "")
 
 
 def preemption_notes(preemptions: Mapping[str, pd.Series[int]]) -> Iterator[str]:

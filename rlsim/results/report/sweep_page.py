@@ -12,6 +12,8 @@ import numpy as np
 import pandas as pd
 
 from rlsim.base.formats import Table, few, is_missing, rate, written
+from rlsim.base.reading import shipped
+from rlsim.base.refusals import said
 from rlsim.errors import ConfigError
 from rlsim.experiment.steadiness import comparable
 from rlsim.experiment.verdict import Verdict, decided, judge
@@ -342,15 +344,10 @@ def sweep_findings(
     best = best_systems(frame, list(axes))
     told = comparable(frame)
     best = best[comparable(best)]
-    counts = best["system"].value_counts()
-    text = ", ".join(f"{name} in {count:,}" for name, count in counts.items())
-    at = f"{len(best):,} point{'s' if len(best) != 1 else ''}, by {' or '.join(sorted(set(best['unit'])))}"
-    sentences = [f"Best mean at {at}: {text}."] if text else []
-    if not told.all():
-        names = ", ".join(dict.fromkeys(frame["system"][~told]))
-        sentences.append(
-            f"Not comparable, as they or their baseline are not steady, in {(~told).sum():,} rows: {names}."
-        )
+    counts = ", ".join(f"{name} in {count:,}" for name, count in best["system"].value_counts().items())
+    known = {"count": len(best), "units": " or ".join(sorted(set(best["unit"]))), "late": (~told).sum()}
+    names = ", ".join(dict.fromkeys(frame["system"][~told]))
+    sentences = said(shipped("says.yaml")["sweep findings"], counts=counts, names=names, **known)
     others = frame[told & ~(frame["system"].eq(baseline) if own is None else own)]
     if others[SPEEDUP].notna().any():
         ordered = others.dropna(subset=[SPEEDUP]).sort_values(SPEEDUP, kind="stable")

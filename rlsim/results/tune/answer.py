@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from rlsim.base.processes import cores
+from rlsim.base.refusals import sentence
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.ledger import GIVEN, source_of
@@ -446,13 +447,6 @@ def _beside(
 
 
 def _binds(means: Mapping[str, float]) -> str:
-    step = means.get("step_time_s", 0.0)
-    parts = {words: means.get(name, 0.0) for name, words in PARTS.items()}
-    largest = max(parts, key=lambda name: parts[name])
-    if not step:
-        return ""
-    text = f"{largest}: {parts[largest] / step:.0%} of the step"
-    if largest != "generation":
-        return text
-    tail = means.get("tail_fraction", 0.0)
-    return f"{text}; {tail:.0%} of the busy time decodes below half of the full batch's throughput"
+    name = max(PARTS, key=lambda name: means.get(name, 0.0))
+    time_s, step_s, tail = (means.get(one, 0.0) for one in (name, "step_time_s", "tail_fraction"))
+    return sentence("binds", part=PARTS[name], time_s=time_s, step_s=step_s, tail=tail)
