@@ -119,8 +119,8 @@ def _configuration(
     from rlsim.results.tune.trial import FRAMEWORKS, Configuration
 
     name, option = framework_of(Path(sources[0]))
-    gpu_known = gpu or gpu_like or given["cluster"]
-    refuse("GPU of a configuration", source=sources[0], missing=name and not gpu_known)
+    missing = name and not (gpu or gpu_like or given["cluster"])
+    refuse("GPU of a configuration", source=sources[0], missing=missing)
     if name:
         options = Options.of(Path(), gpu, gpu_like, **given)
     else:

@@ -108,8 +108,9 @@ def _answers(tasks: Sequence[Task], executor: str, workers: int | None, address:
 def _make_room(definition: Definition, store: Store, earlier: Mapping[str, Any] | None, prune: bool) -> None:
     """Refuse, or with `prune` remove, results of points that the definition does not have."""
     own = {point.name for point in definition.points}
-    foreign, why = store.done() - own, _why(definition, earlier)
-    refuse("other points", foreign=foreign and not prune, count=len(foreign), folder=store.directory, why=why)
+    foreign = store.done() - own
+    if foreign and not prune:
+        refuse("other points", count=len(foreign), folder=store.directory, why=_why(definition, earlier))
     for point in foreign | (store.unfinished() - own):
         store.remove(point)
 

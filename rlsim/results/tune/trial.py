@@ -24,7 +24,7 @@ from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.steadiness import unsteady
 from rlsim.experiment.summary import means
-from rlsim.experiment.systems import SystemSpec
+from rlsim.experiment.systems import PartSpec, SystemSpec
 from rlsim.frameworks import READERS, read
 from rlsim.frameworks.draft import write_changes, written
 from rlsim.frameworks.parts import Options
@@ -81,10 +81,7 @@ class Configuration:
         dotted = self.framework in ("verl", "skyrl")  # there, what has no dot is a variable
         found = {text: one for text in more if (one := _SETTING.fullmatch(text))}
         found = {text: one for text, one in found.items() if "." in one["key"] or (not dotted and one["key"].islower())}
-        lead = "--" if self.framework == "slime" else ""
-        given = {
-            (lead * (one["key"] != "program")) + one["key"]: parsed(one["value"] or "true") for one in found.values()
-        }
+        given = {self._key(one["key"]): parsed(one["value"] or "true") for one in found.values()}
         write_changes(Path(file), given | (dict(changes) if self.framework else self._settings(changes)), out)
         again = [text for text in more if text not in found]
         left_out, own = {"name", "description", "sources"}, replace(self, sources=(str(out), *again))
@@ -93,6 +90,9 @@ class Configuration:
             raise ConfigError(f"{out} would not read as what was computed: add the lines above to your command instead")
         return [*found], again
 
+    def _key(self, name: str) -> str:
+        return f"--{name}" if self.framework == "slime" and name != "program" else name
+
     def _settings(self, changes: Mapping[str, Any], *, alone: bool = False) -> dict[str, Any]:
         """The keys of an experiment for changes of its own and its system's settings; where these change, or `alone`,
         that is its only one."""
@@ -100,11 +100,7 @@ class Configuration:
         others = {key: value for key, value in changes.items() if not key.startswith("system.")}
         experiment, _, _ = load_experiment(self.sources[0], list(self.sources[1:]))
         spec = baseline_of(experiment.systems, experiment.baseline)
-        known = [getattr(load_policy(part.policy), "model_fields", {}) for part in spec.parts]
-        parts = [
-            {part.policy: {**part.parameters, **{name: own[name] for name in own if name in names}}}
-            for part, names in zip(spec.parts, known, strict=True)
-        ]
+        parts = [{part.policy: {**part.parameters, **_taken(part, own)}} for part in spec.parts]
         system = {"systems": [{"name": spec.name, "use": parts}], "baseline": spec.name}
         return {**others, **(system if own or alone else {})}
 
@@ -229,3 +225,8 @@ def alone(experiment: Experiment, run: Run) -> Experiment:
         "systems": [spec.entry], **steps, **dict(run.settings),
     }  # fmt: skip
     return with_settings(experiment, settings, "tune")
+
+
+def _taken(part: PartSpec, given: Mapping[str, Any]) -> dict[str, Any]:
+    known = getattr(load_policy(part.policy), "model_fields", {})
+    return {name: value for name, value in given.items() if name in known}
