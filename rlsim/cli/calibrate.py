@@ -13,7 +13,7 @@ import typer
 from rlsim.base.formats import Table, written
 from rlsim.base.output import written_by_rlsim
 from rlsim.base.refusals import refuse
-from rlsim.cli.common import PRINTED, Commands, echo, paths_only, progress_bar, tokens_of, write_json
+from rlsim.cli.common import PRINTED, Commands, echo, paths_only, progress_bar, say_notes, tokens_of, write_json
 from rlsim.cli.tables import print_tables
 from rlsim.errors import CalibrationError
 
@@ -257,8 +257,7 @@ def _print_errors(result: FromLog, title: str, path: Path, json_file: Path | Non
     print_tables([Table(title, headings, rows)])
     for reason, count in result.excluded.items():
         echo(f"left out: {count}: {reason}")
-    for note in result.notes:
-        echo(f"note: {note}")
+    say_notes(result.notes)
     _print_file(path)
 
 

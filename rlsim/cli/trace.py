@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rlsim.base.formats import Table, number, share, written
 from rlsim.base.output import check_file
 from rlsim.base.refusals import refuse
-from rlsim.cli.common import PRINTED, Commands, echo, paths_only, say, tokens_of, write_json
+from rlsim.cli.common import PRINTED, Commands, echo, paths_only, say, say_notes, tokens_of, write_json
 from rlsim.cli.tables import NO_BREAK, print_tables
 from rlsim.errors import TraceError
 
@@ -67,8 +67,7 @@ def import_(
     if write_json(json_file, data) or paths_only(quiet, out):
         return
     echo(f"wrote {out}: {len(trace):,} responses of {prompts:,} prompts")
-    for note in trace.meta.notes:
-        echo(f"note: {note}")
+    say_notes(trace.meta.notes)
 
 
 def _columns(pairs: Iterable[str]) -> dict[str, str]:
@@ -147,8 +146,7 @@ def _print_description(description: dict[str, Any]) -> None:
         say(f"source: {description['source']}")
     if len(shown) < len(parts):
         say(f"{len(shown)} of {len(description['parts'])} columns: --json has the rest")
-    for note in description["notes"]:
-        say(f"note: {note}")
+    say_notes(description["notes"])
 
 
 def _shown(parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -204,8 +202,7 @@ def _print_fit(fit: LengthFit) -> None:
         echo(f"share of the prompt in which component a response falls into: {fit.model.runaway_share:.2f}")
     print_tables([Table("How well it fits", ("", "trace", "fit"), rows)])
     echo(f"KS distance {good.ks:.4f}; of a single lognormal {good.ks_single_lognormal:.4f}")
-    for note in fit.notes:
-        echo(f"note: {note}")
+    say_notes(fit.notes)
 
 
 @app.command("generate")

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from rlsim.base.refusals import refuse
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from rlsim.sim.outcome import Outcome
-    from rlsim.trace import StepSampler
+from rlsim.sim.outcome import Outcome
+from rlsim.trace import StepSampler
 
 #: The run is filled when so much of what was begun in its first step has been trained on or dropped, by tokens.
 FILLED = 0.99

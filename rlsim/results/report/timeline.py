@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import cache
 from heapq import heappop, heappush
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 import pandas as pd
@@ -24,11 +24,9 @@ from numpy.typing import NDArray
 from rlsim.base.output import atomic_path, check_own_file
 from rlsim.base.refusals import refuse
 from rlsim.errors import ConfigError
+from rlsim.experiment.result import Result
 from rlsim.results.report.chosen_run import ChosenRun, choose_run
 from rlsim.sim.recorder import LEFT
-
-if TYPE_CHECKING:
-    from rlsim.experiment.result import Result
 
 #: A track: its process, which is a group of them, and its thread.
 Track = tuple[int, int]
