@@ -38,18 +38,15 @@ app = Commands(
     help="Simulate RLHF training steps under different schedulers: how long they take, and where the GPU time goes.",
     epilog="Example: rlsim run experiments/pat_vs_static.yaml --seeds 3",
 )
-app.command("init")(init.init)
-app.command("check")(running.check)
-app.command("run")(running.run)
-app.command("sweep")(sweeping.sweep)
-app.command("compare")(comparing.compare)
-app.command("report")(reporting.report)
-app.command("timeline")(reporting.timeline)
-app.command("tune")(tuning.tune)
-app.command("plan")(planning.plan)
-app.add_typer(listing.app, name="list")
-app.add_typer(trace.app, name="trace")
-app.add_typer(calibrate.app, name="calibrate")
+#: In the order in which the help shows them; each has its function's name.
+_COMMANDS: tuple[Callable[..., None], ...] = (
+    init.init, running.check, running.run, sweeping.sweep, comparing.compare, reporting.report, reporting.timeline,
+    tuning.tune, planning.plan,
+)  # fmt: skip
+for _command in _COMMANDS:
+    app.command()(_command)
+for _name, _group in {"list": listing.app, "trace": trace.app, "calibrate": calibrate.app}.items():
+    app.add_typer(_group, name=_name)
 
 
 def _elsewhere(_parts: Annotated[list[str] | None, typer.Argument(metavar="PARTS")] = None) -> None:
