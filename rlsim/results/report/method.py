@@ -76,7 +76,7 @@ def calibration_sentence(manifest: Mapping[str, Any]) -> str:
             for operator, residual in record["residuals"].items()
             if operator in asked or not any(f"_{precision}" in operator for precision in PRECISIONS)
         ]
-        ends = dict.fromkeys(f"{value:.1%}" for value in (min(medians), max(medians))) if medians else ()
+        ends = dict.fromkeys(f"{value:.1%}" for value in (min(medians), max(medians))) if medians else {}
         notes = (str(residual["note"]) for residual in record["residuals"].values())
         elsewhere = sorted({note.partition(". ")[0] for note in notes if "not measured on" in note})
         texts.append(sentence("errors", name=name, errors=" to ".join(ends), elsewhere=", ".join(elsewhere)))
