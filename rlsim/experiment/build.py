@@ -215,6 +215,11 @@ class LoadedExperiment:
         step = self.sampler(self.experiment.seed_list[0]).step(0)
         return step.prompt_tokens + step.response_tokens
 
+    @property
+    def mean_response_tokens(self) -> float:
+        """The mean length of a response under the cap (tokens)."""
+        return float(self._cut[0].mean())
+
     @cached_property
     def longest_prompt(self) -> int:
         """The longest prompt of the trace (tokens)."""
