@@ -1,19 +1,18 @@
 """Speculative decoding: what a step yields and takes, what a draft keeps on a GPU, and what does not go together."""
 
-from collections.abc import Sequence
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import TINY
+from workloads import LinearStep
 
 import rlsim
 from evidence.validate.parts import EVIDENCE
 from evidence.validate.rows import read_rows
 from evidence.validate.speculation import GAINS, TABLE, DraftedRun, Gain, chance, gain_table, rows_of, served
 from rlsim.cost.calibration import load_calibration
-from rlsim.cost.curve import DecodeCurve, InWindows
 from rlsim.cost.derived import Change, DerivedStep
 from rlsim.cost.layout import PLAIN
 from rlsim.cost.memory import rollout_memory
@@ -42,24 +41,9 @@ def cost(target: str, tp: int = 1, **settings: Any) -> StepCost:
     return speculative(load_model(target).served(), tp, H100, KERNELS, PLAIN, drafts(target, **settings))
 
 
-class Toy(StepCost):
-    """Steps of `base_s` and 1 us for each of T; prompts take 1 ms for each token more."""
-
-    tp = 1
-
-    def __init__(self, base_s: float) -> None:
-        self.base_s = base_s
-
-    def decode(self, batch: int, in_windows: InWindows | None = None) -> DecodeCurve:
-        return DecodeCurve(batch, [0.0, 1e6], [self.base_s, self.base_s + 1.0])
-
-    def prefill_s(self, chunks: Sequence[Chunk]) -> float:
-        return self.base_s + 1e-3 * sum(chunk.new_tokens for chunk in chunks)
-
-    def mixed_s(
-        self, batch: int, context_tokens: float, chunks: Sequence[Chunk], in_windows: InWindows | None = None
-    ) -> float:
-        return self.prefill_s(chunks) + 1e-6 * context_tokens
+def toy(base_s: float) -> LinearStep:
+    """Steps of `base_s` and 1 us for each token of context; prompts take 1 ms for each token more."""
+    return LinearStep(a=base_s, t=1e-6, p=1e-3)
 
 
 def test_what_a_step_yields_by_hand() -> None:
@@ -72,22 +56,22 @@ def test_what_a_step_yields_by_hand() -> None:
 
 def test_a_token_takes_its_share_of_a_step() -> None:
     """Steps of 10 ms (plain) or 12 ms with one drafted token and 24 ms with two, each with 1 us a token of context."""
-    toys = {1: Toy(12e-3), 2: Toy(24e-3)}
+    toys = {1: toy(12e-3), 2: toy(24e-3)}
     spec = Speculation(method="eagle", num_speculative_tokens=2, acceptance=(0.5, 0.5))
-    always = SpeculativeStep(Toy(10e-3), {2: toys[2]}, spec)
+    always = SpeculativeStep(toy(10e-3), {2: toys[2]}, spec)
     assert always.decode(4).step_s(6000) == pytest.approx(30e-3 / 2)
     assert always.decode(4).steps_s(6000, 3) == pytest.approx((90e-3 + 12e-6) / 2)
     assert always.prefill_s([Chunk(5, 0)]) == pytest.approx(29e-3)
     assert always.mixed_s(4, 6000, [Chunk(5, 0)]) == pytest.approx(15e-3 + 5e-3)
     below = spec.model_copy(update={"disable_by_batch_size": 4})
-    assert SpeculativeStep(Toy(10e-3), {2: toys[2]}, below).decode(5).step_s(6000) == pytest.approx(16e-3)
+    assert SpeculativeStep(toy(10e-3), {2: toys[2]}, below).decode(5).step_s(6000) == pytest.approx(16e-3)
     rows = ((2, 4, 2), (8, 9, 1), (12, 20, 0))
     table = spec.model_copy(update={"num_speculative_tokens_per_batch_size": rows})
     assert list(table.drafted) == [1, 2]
-    by_size = SpeculativeStep(Toy(10e-3), toys, table)
+    by_size = SpeculativeStep(toy(10e-3), toys, table)
     found = [by_size.decode(batch).step_s(0) for batch in (1, 4, 6, 8, 11, 12, 99)]
     assert found == pytest.approx([12e-3, 12e-3, 12e-3, 8e-3, 8e-3, 10e-3, 10e-3])
-    fastest = SpeculativeStep(Toy(10e-3), toys, spec.model_copy(update={"dynamic": True})).decode(4)
+    fastest = SpeculativeStep(toy(10e-3), toys, spec.model_copy(update={"dynamic": True})).decode(4)
     for tokens, token_s in ((0, 12e-3 / 1.5), (1000, 13e-3 / 1.5), (20_000, 32e-3 / 1.5), (30_000, 54e-3 / 2)):
         assert fastest.step_s(tokens) == pytest.approx(min(token_s, 10e-3 + tokens * 1e-6))
     stepped = sum(fastest.step_s(15_000 + 4 * i) for i in range(5000))
@@ -96,12 +80,12 @@ def test_a_token_takes_its_share_of_a_step() -> None:
 
 def test_what_drafts_yield_under_conditions() -> None:
     """A draft three updates old whose tokens lose a fifth of their chance with each; then a fresh one every fourth."""
-    toys, short = {2: Toy(24e-3)}, Conditions(short=True)
+    toys, short = {2: toy(24e-3)}, Conditions(short=True)
     spec = Speculation(method="eagle", num_speculative_tokens=2, acceptance=0.5, drift=0.2, disable_by_kv_usage=0.75)
-    step = SpeculativeStep(Toy(10e-3), toys, spec)
+    step = SpeculativeStep(toy(10e-3), toys, spec)
     assert (step.conditional, step.most_kv) == (True, 0.75)
     assert step.under(Conditions()) is step
-    assert step.under(short).decode(4).step_s(6000) == Toy(10e-3).decode(4).step_s(6000)
+    assert step.under(short).decode(4).step_s(6000) == toy(10e-3).decode(4).step_s(6000)
     assert spec.under(Conditions(version=3)).accepted == pytest.approx((0.5 * 0.8**3, 0.25 * 0.8**6))
     assert step.under(Conditions(version=1)).decode(4).step_s(6000) == pytest.approx(30e-3 / (1 + 0.4 + 0.16))
     assert [step.best.decode(4).step_s(tokens) for tokens in (0, 30_000)] == pytest.approx([10e-3, 54e-3 / 1.75])
@@ -111,7 +95,7 @@ def test_what_drafts_yield_under_conditions() -> None:
     budgets = Speculation(
         method="eagle", num_speculative_tokens=3, acceptance=0.5, num_speculative_tokens_per_length={"1K": 1, 4000: 3}
     )
-    at = SpeculativeStep(Toy(10e-3), {1: Toy(12e-3), 3: Toy(24e-3)}, budgets)
+    at = SpeculativeStep(toy(10e-3), {1: toy(12e-3), 3: toy(24e-3)}, budgets)
     assert (list(at.lengths), list(budgets.drafted)) == ([1024, 4000], [1, 3])
     found = [at.under(Conditions(level=level)).decode(4).step_s(6000) for level in range(3)]
     assert found == pytest.approx([16e-3, 18e-3 / 1.5, 30e-3 / 1.875])
