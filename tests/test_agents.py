@@ -3,6 +3,8 @@
 import json
 import math
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import simpy
-from conftest import tables, trajectories_of
+from conftest import runner, tables, trajectories_of
 from workloads import LinearStep, Nothing, StubCosts, rolled_out
 
 import rlsim
@@ -31,6 +33,31 @@ from rlsim.sim.rollout import Rollout
 from rlsim.trace import StepSampler, make_trace, read_trace, write_trace
 from rlsim.trace.generate import Recipe, draw_trace
 from rlsim.trace.turns import AgentCall, ToolCall, Turn, tool_calls
+
+AGENTS = tables("bases")["agents"]
+Acts = Callable[..., rlsim.Result]
+AHEAD = {"skyrl_async": {"tp": 1, "rollout_gpus": 4}}
+
+
+@pytest.fixture(scope="module")
+def trajectories(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file of 32 tasks × 4 trajectories with 1 to 12 turns."""
+    path = tmp_path_factory.mktemp("traces") / "agents.jsonl"
+    path.write_text("\n".join(map(json.dumps, trajectories_of(32, 12))))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def acts(trajectories: str) -> Acts:
+    """Runs systems on these trajectories."""
+    return partial(runner("agents"), trace={"path": trajectories, "cap": "8K"})
+
+
+@pytest.fixture(scope="module")
+def acted(acts: Acts) -> rlsim.Result:
+    """veRL on these trajectories."""
+    return acts("verl")
+
 
 THREE = [
     {"generated_tokens": 10, "observation_tokens": 100, "tool_s": 2.0},
@@ -207,7 +234,7 @@ def test_sub_agents_in_steps_and_in_rollouts_for_all_steps(tmp_path: Path) -> No
         row["turns"][0]["agents"] = agents
     (tmp_path / "agents.jsonl").write_text("\n".join(map(json.dumps, rows)))
     own = {**AGENTS, "trace": {"path": str(tmp_path / "agents.jsonl"), "cap": "8K"}, "environment": {"sandboxes": 6}}
-    result = rlsim.run({**own, "systems": ["verl", {"skyrl_async": {"tp": 1, "rollout_gpus": 4}}]})
+    result = rlsim.run({**own, "systems": ["verl", AHEAD]})
     for system, stays in result.stays.groupby("system"):
         mine = result.responses[result.responses["system"] == system]
         helpers = stays[stays["response"] >= AGENT]
@@ -221,10 +248,9 @@ def test_sub_agents_in_steps_and_in_rollouts_for_all_steps(tmp_path: Path) -> No
     rlsim.write_timeline(result, tmp_path / "timeline.json")
 
 
-def test_what_is_generated_before_a_sandbox_is_lost_is_wasted(trajectories: str) -> None:
+def test_what_is_generated_before_a_sandbox_is_lost_is_wasted(acts: Acts) -> None:
     restarts = {"failures": 0.05, "on_failure": "restart", "retries": 3}
-    more = {"trace": {"path": trajectories, "cap": "8K"}, "environment": restarts}
-    result = rlsim.run({**AGENTS, **more, "systems": ["verl", {"partial_rollout": {}}]})
+    result = acts("verl", {"partial_rollout": {}}, environment=restarts)
     stays = result.stays.assign(new=result.stays["end_tokens"] - result.stays["start_tokens"])
     steps = result.steps.groupby("system").sum(numeric_only=True)
     assert stays.groupby("system")["new"].sum().to_dict() == steps["response_tokens"].to_dict()
@@ -233,14 +259,9 @@ def test_what_is_generated_before_a_sandbox_is_lost_is_wasted(trajectories: str)
     assert (kept == steps["response_tokens"] + steps["observed_tokens"]).all()
 
 
-def test_who_loses_its_sandbox_is_replaced_where_more_may_be_launched(trajectories: str) -> None:
-    more = {"trace": {"path": trajectories, "cap": "8K"}, "environment": {"failures": 0.05, "on_failure": "drop"}}
-    systems = [
-        "verl",
-        {"name": "more", "use": ["verl", "dynamic_sampling"]},
-        {"skyrl_async": {"tp": 1, "rollout_gpus": 4}},
-    ]
-    result = rlsim.run({**AGENTS, **more, "systems": systems})
+def test_who_loses_its_sandbox_is_replaced_where_more_may_be_launched(acts: Acts) -> None:
+    more = {"name": "more", "use": ["verl", "dynamic_sampling"]}
+    result = acts("verl", more, AHEAD, environment={"failures": 0.05, "on_failure": "drop"})
     lost = result.responses.groupby("system")["aborted"].sum()
     trained = result.responses[result.responses["trained"]].groupby(["system", "step"]).size().groupby("system").min()
     batch = AGENTS["workflow"]["prompts"] * AGENTS["workflow"]["responses"]
@@ -296,20 +317,10 @@ def test_a_policy_says_for_how_long_kv_is_pinned() -> None:
 
 # ------------------------------------------------------------------------------------------------------- experiments
 
-AGENTS = tables("bases")["agents"]
 
-
-@pytest.fixture(scope="module")
-def trajectories(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A file of 32 tasks × 4 trajectories with 1 to 12 turns."""
-    path = tmp_path_factory.mktemp("traces") / "agents.jsonl"
-    path.write_text("\n".join(map(json.dumps, trajectories_of(32, 12))))
-    return str(path)
-
-
-def test_the_page_says_where_the_time_of_trajectories_goes(trajectories: str, tmp_path: Path) -> None:
-    more = {"trace": {"path": trajectories, "cap": "8K"}, "environment": {"workers": 2, "sandboxes": 12}}
-    result = rlsim.run({**AGENTS, **more, "systems": ["verl", {"partial_rollout": {}}]})
+def test_the_page_says_where_the_time_of_trajectories_goes(acts: Acts, tmp_path: Path) -> None:
+    where = {"workers": 2, "sandboxes": 12}
+    result = acts("verl", {"partial_rollout": {}}, environment=where)
     times = trajectory_times(result, "")
     trained = result.responses[result.responses["trained"] & (result.responses["system"] == "verl")]
     took_s = (trained["finish_at"] - trained["start_at"]).mean()
@@ -319,15 +330,17 @@ def test_the_page_says_where_the_time_of_trajectories_goes(trajectories: str, tm
     assert 0 < times.loc["verl", "found"] < 1
     rlsim.write_report(result, tmp_path / "page.html")
     assert "Where the time of trajectories goes" in (tmp_path / "page.html").read_text()
-    plain = rlsim.run({**AGENTS, **more, "trace": {"path": "rollpacker-code", "cap": "1K"}, "systems": ["verl"]})
+    plain = acts("verl", environment=where, trace={"path": "rollpacker-code", "cap": "1K"})
     assert "environment has no effect: no response of the trace has turns" in plain.notes
     rlsim.write_report(plain, tmp_path / "plain.html")
     assert "Where the time of trajectories goes" not in (tmp_path / "plain.html").read_text()
 
 
-def test_trajectories_and_plain_responses_mix_and_short_calls_are_not_told_as_none(trajectories: str) -> None:
-    more = {"trace": {"path": ["rollpacker-math", trajectories], "cap": "2K"}, "environment": {"timeout": 0.2}}
-    result = rlsim.run({**AGENTS, **more, "systems": ["verl"]})
+def test_trajectories_and_plain_responses_mix_and_short_calls_are_not_told_as_none(
+    acts: Acts, trajectories: str
+) -> None:
+    mixed = {"path": ["rollpacker-math", trajectories], "cap": "2K"}
+    result = acts("verl", trace=mixed, environment={"timeout": 0.2})
     told = next(note for note in result.notes if note.startswith("tool calls of a response trained on"))
     means = result.steps.groupby("system")["tool_s_mean"].mean()
     assert told.startswith(f"tool calls of a response trained on: verl {means['verl']:.2f} s in them")
@@ -336,7 +349,7 @@ def test_trajectories_and_plain_responses_mix_and_short_calls_are_not_told_as_no
     assert set(trained["tool_calls"] > 0) == {True, False}
 
 
-def test_turns_count_to_the_weights_that_begin_them(trajectories: str) -> None:
+def test_turns_count_to_the_weights_that_begin_them(acts: Acts) -> None:
     # Two tokens and a call, its three count to it; then four tokens, of which three are of newer weights; a call whose
     # answer nothing follows: the second turn began with the old weights.
     request = Request(0, 0, 8, 11, generated=11, called=2, tool_calls=(ToolCall(2, 3, 1.0), ToolCall(9, 2, 1.0)))
@@ -344,9 +357,8 @@ def test_turns_count_to_the_weights_that_begin_them(trajectories: str) -> None:
     assert Responses([request], version=4, trained_version=5).turn_versions == {0: {3: 2}}
     request.runs = (Run(3, 5),)  # the others are of the step's own
     assert Responses([request], version=4, trained_version=5).turn_versions == {0: {3: 1, 4: 1}}
-    more = {"trace": {"path": trajectories, "cap": "8K"}, "workflow": {**AGENTS["workflow"], "steps": 6}}
     ahead = {"skyrl_async": {"tp": 1, "rollout_gpus": 4, "max_staleness_steps": 2}}
-    result = rlsim.run({**AGENTS, **more, "systems": ["verl", ahead]})
+    result = acts("verl", ahead, workflow={"steps": 6})
     seen = {system: set(re.findall(r"(\d+):", " ".join(own["turn_staleness_counts"]))) for system, own in
             result.steps.groupby("system")}  # fmt: skip
     assert seen["verl"] == {"0"}
@@ -359,15 +371,12 @@ def test_turns_count_to_the_weights_that_begin_them(trajectories: str) -> None:
     assert "verl" not in note
 
 
-def test_each_turn_is_trained_on_with_what_stands_before_it(trajectories: str) -> None:
+def test_each_turn_is_trained_on_with_what_stands_before_it(acts: Acts, acted: rlsim.Result) -> None:
     request = Request(0, 0, 8, 11, generated=11, called=1, tool_calls=(ToolCall(2, 3, 1.0), ToolCall(20, 2, 1.0)))
     training = SimpleNamespace(sequences="turns")
     assert ExperimentTimes._lengths(SimpleNamespace(_training=training), [request]).tolist() == [10, 19]  # type: ignore[arg-type]
-    own = {**AGENTS, "trace": {"path": trajectories, "cap": "8K"}, "systems": ["verl"]}
-    whole, turns = (
-        rlsim.run({**own, "training": {"sequences": one}}).steps[["train_time_s", "gen_time_s"]].sum()
-        for one in ("responses", "turns")
-    )
+    apart = acts("verl", training={"sequences": "turns"})
+    whole, turns = (one.steps[["train_time_s", "gen_time_s"]].sum() for one in (acted, apart))
     assert turns["gen_time_s"] == pytest.approx(whole["gen_time_s"])
     assert turns["train_time_s"] > 2 * whole["train_time_s"]
 
@@ -388,13 +397,12 @@ def test_models_with_gpus_of_their_own(trajectories: str) -> None:
         check_experiment(own)
 
 
-def test_tool_calls_stand_on_the_timeline(trajectories: str, tmp_path: Path) -> None:
-    result = rlsim.run({**AGENTS, "trace": {"path": trajectories, "cap": "8K"}, "systems": ["verl"]})
+def test_tool_calls_stand_on_the_timeline(acted: rlsim.Result, tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
-    rlsim.write_timeline(result, path)
+    rlsim.write_timeline(acted, path)
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "tool"]
     drawn_s = sum(event["dur"] for event in events) * 1e-6
-    assert drawn_s == pytest.approx(float(result.responses["tool_s"].sum()), rel=1e-3)
+    assert drawn_s == pytest.approx(float(acted.responses["tool_s"].sum()), rel=1e-3)
 
 
 def test_the_validation_runs(monkeypatch: pytest.MonkeyPatch) -> None:

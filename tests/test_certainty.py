@@ -193,10 +193,19 @@ def test_a_sweep_draws_only_where_it_is_asked() -> None:
         assert "rlsim.experiment.run import" not in path.read_text(encoding="utf-8"), f"{path.name}: runs.run instead"
 
 
-def test_progress_counts_the_runs_in_worlds() -> None:
-    told: list[tuple[int, int, str]] = []
-    loaded = load_experiment({**SMALL, "seeds": 2})
-    run_loaded(*loaded, progress=lambda *now: told.append(now))
+Told = list[tuple[int, int, str]]
+
+
+@pytest.fixture(scope="module")
+def watched() -> tuple[rlsim.Result, Told]:
+    """Two seeds in a world each, and what was told of their progress."""
+    told: Told = []
+    result = run_loaded(*load_experiment({**SMALL, "seeds": 2}), progress=lambda *now: told.append(now))
+    return result, told
+
+
+def test_progress_counts_the_runs_in_worlds(watched: tuple[rlsim.Result, Told]) -> None:
+    _, told = watched
     assert {total for _, total, _ in told} == {8}, "two distinct systems, on two seeds and in two worlds"
     assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
     assert told[0][0] == 0
@@ -204,9 +213,8 @@ def test_progress_counts_the_runs_in_worlds() -> None:
     assert any(what == "world 2 of 2" for _, _, what in told)
 
 
-def test_workers_change_no_result() -> None:
-    loaded = load_experiment({**SMALL, "seeds": 2})
-    one, two = run_loaded(*loaded), run_loaded(*loaded, workers=2)
+def test_workers_change_no_result(watched: tuple[rlsim.Result, Told]) -> None:
+    one, two = watched[0], run_loaded(*load_experiment({**SMALL, "seeds": 2}), workers=2)
     assert {**one.manifest, "created": ""} == {**two.manifest, "created": ""}
     pd.testing.assert_frame_equal(one.summary(), two.summary())
 
