@@ -47,6 +47,8 @@ VERL = (
 TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 SEQS = "actor_rollout_ref.rollout.max_num_seqs"
 KWARGS = "actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config"
+#: Steps of hardly any work, for tests of what their size has no part in.
+LIGHT = {"prompts": 4, "responses": 4, "steps": 1}
 
 
 def verl(*more: str) -> Configuration:
@@ -300,7 +302,7 @@ def test_a_gain_that_is_none_on_other_draws_changes_nothing(tmp_path: Path, monk
     """Whatever the search thought of it, and however it is told: no set is recommended as 1.00 times as fast."""
     monkeypatch.setattr(answer, "_raced", lambda *_: {"engine.max_num_seqs": 1024})
     monkeypatch.setattr(answer, "_simplified", lambda best, *_: best)
-    found = tune(own(tmp_path), trials=2, workers=1)
+    found = tune(own(tmp_path, workflow=LIGHT), trials=2, workers=1)
     assert (found.best, found.gain, found.changes, found.assumptions) == ({}, 1.0, [], [])
     assert found.after == found.before
     assert verdict(found)[0].startswith("Keep the settings as they are")
@@ -572,7 +574,7 @@ def ranks(configuration: Configuration, *runs: Run, judged: Any = None, bound: A
 
 
 def test_systems_that_must_be_built_are_ranked_or_refused_with_a_reason(tmp_path: Path) -> None:
-    configuration = own(tmp_path, workflow={"prompts": 4, "responses": 4, "steps": 1})
+    configuration = own(tmp_path, workflow=LIGHT)
     rows, refused = ranks(configuration, *(Run(seed, 1) for seed in (1, 2, 3)))
     names = [row["system"] for row in rows]
     assert {*names, *refused} == set(BUILTIN)
@@ -609,7 +611,7 @@ def test_systems_whose_steps_are_not_comparable_run_for_longer_or_have_no_number
 ) -> None:
     """A few short rounds of tail batching are no measure of it: the first whole periods are (of 8 steps)."""
     monkeypatch.setattr(systems, "BUILTIN", ["tail_batching", "tail_consolidation"])
-    configuration = own(tmp_path, workflow={"prompts": 4, "responses": 4, "steps": 1})
+    configuration = own(tmp_path, workflow=LIGHT)
     seen = list[Trial]()
 
     def kept(trial: Trial) -> Trial:
@@ -632,7 +634,7 @@ def test_systems_whose_steps_are_not_comparable_run_for_longer_or_have_no_number
 
 
 def test_a_trial_that_takes_longer_than_is_left_ends_then(tmp_path: Path) -> None:
-    configuration = own(tmp_path, workflow={"prompts": 4, "responses": 4, "steps": 1})
+    configuration = own(tmp_path, workflow=LIGHT)
     run = Run(77, 1)
     ended = tried(configuration, {"engine.max_num_seqs": 8}, run, most_s=0.001)
     assert (ended.kind, ended.rate, ended.problem) == ("slow", 0.0, "it took over 0.001 s")
