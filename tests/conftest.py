@@ -1,6 +1,7 @@
 """What tests of several files use."""
 
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -15,9 +16,18 @@ from ruamel.yaml import YAML
 
 import rlsim
 from rlsim.cli import app, main
+from rlsim.experiment.build import LoadedExperiment
+from rlsim.experiment.load import load_experiment
+from rlsim.experiment.placed import PlacedExperiment
+from rlsim.experiment.simulator import Simulator
 from rlsim.results.sweeps import run as running
 from rlsim.results.sweeps.task import Answer, Task
 
+ROOT = Path(__file__).resolve().parents[1]
+#: Measured tables and real traces, which are no part of the project.
+DATA = Path(os.environ.get("RLSIM_DATA") or ROOT.parent / "shared" / "data")
+KERNELS = DATA / "kernels" / "aiconfigurator"
+needs_data = pytest.mark.skipif(not KERNELS.is_dir(), reason=f"needs the measured tables (RLSIM_DATA); not in {DATA}")
 LENGTHS = "prompt_id,sample_id,response_tokens\n" + "".join(f"{i // 4},{i % 4},{37 * i % 400 + 1}\n" for i in range(32))
 
 
@@ -149,6 +159,17 @@ def runner(base: str) -> Callable[..., rlsim.Result]:
         return rlsim.run({**experiment, **changes, **chosen, "workflow": workflow})
 
     return run
+
+
+def loaded_of(source: Any, overrides: Any = (), folder: Path | None = None) -> LoadedExperiment:
+    """An experiment with all that it names, in its own folder or another one."""
+    experiment, shown, own = load_experiment(source, overrides)
+    return LoadedExperiment.of(experiment, folder or own, shown)
+
+
+def placed_of(source: Any, overrides: Any = (), folder: Path | None = None) -> PlacedExperiment:
+    """An experiment on its cluster, as its first system has it."""
+    return Simulator(loaded_of(source, overrides, folder)).placed()
 
 
 def answers_here(tasks: Sequence[Task], *_: Any) -> Iterator[Answer]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import invoke
+from conftest import ROOT, invoke
 from scipy.optimize import lsq_linear
 
 import rlsim
@@ -223,7 +223,7 @@ def halves(rows: pd.DataFrame, model: str, folder: Path) -> list[float]:
 @pytest.mark.parametrize("model", TPS)
 def test_half_an_engines_iterations_tell_the_other_half(model: str, tmp_path: Path) -> None:
     """Within 4% on average, where the calibration that was there before is at least 1.5 times as far off."""
-    requests = pd.read_csv(Path(__file__).resolve().parents[1] / "evidence" / "vllm_requests.csv")
+    requests = pd.read_csv(ROOT / "evidence" / "vllm_requests.csv")
     before, after = halves(windows(requests[requests.model == model]), model, tmp_path)
     assert after < 0.04
     assert before > 1.5 * after

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import cases
+from conftest import KERNELS, cases, needs_data
 
 from rlsim.calibrate.build import build_calibration
 from rlsim.calibrate.importers import FORMATS, aiconfigurator, import_calibration, nccl_tests, read_format
@@ -20,7 +20,6 @@ from rlsim.cost.operators import Operators
 from rlsim.errors import CalibrationError, CatalogueError
 from rlsim.models.hardware import node_types
 
-DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "kernels" / "aiconfigurator"
 H100 = load_calibration("h100-vllm")
 OPERATORS = Operators(H100.operators, H100.reference)
 DEVICE = "NVIDIA H100 80GB HBM3"
@@ -352,10 +351,10 @@ def test_import_refuses_and_writes_nothing(systems: Path, tmp_path: Path, out: P
 
 
 @pytest.mark.ci
-@pytest.mark.skipif(not DATA.is_dir(), reason="the measured tables are not part of the project")
+@needs_data
 def test_real_tables_give_what_is_shipped() -> None:
     """The H100 under vLLM: the same times within 3%, and the same errors of as many held-out rows."""
-    read, reference = read_format("aiconfigurator", [DATA], node_types()["h100"], "vllm", "0.24.0")
+    read, reference = read_format("aiconfigurator", [KERNELS], node_types()["h100"], "vllm", "0.24.0")
     fitted = ("gemm", "decode_attention", "prefill_attention", "collective")
     measured = Measurements({name: read.tables[name] for name in fitted}, read.sources, read.notes)
     said = {"name": "imported", "gpu": "h100-sxm", "engine": "vllm", "date": "2026-11-21", "script": "a test"}

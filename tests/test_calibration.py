@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import cases, tables
+from conftest import DATA, ROOT, cases, needs_data, tables
 
 from rlsim.base.schema import validate
 from rlsim.calibrate.fit.common import predict
@@ -18,8 +18,6 @@ from rlsim.models.hardware import load_gpu
 from rlsim.models.model import load_model
 from rlsim.models.precision import PRECISIONS, WEIGHT_BYTES, peak_flop_per_s
 
-ROOT = Path(__file__).resolve().parents[1]
-DATA = ROOT.parent / "shared" / "data"
 NAMES = calibration_names()
 
 
@@ -133,7 +131,7 @@ def test_quantised_products_of_a_decode_step_take_no_longer_than_in_bf16(name: s
                 assert quantised < 1.05 * bf16 + len(linears) * more_s, (precision, tp, m, quantised, bf16)
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="the measured tables (../shared/data) are not part of the project")
+@needs_data
 @pytest.mark.parametrize("name", ["b200-sxm-vllm", "l40s-sglang"])
 def test_products_that_l2_held_take_no_longer_than_with_a_whole_read(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -201,7 +199,7 @@ def test_damaged_files_name_line_and_key(tmp_path: Path) -> None:
         load_calibration(tmp_path / "absent.yaml")
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="the measured tables (../shared/data) are not part of the project")
+@needs_data
 def test_recorded_residuals_are_what_the_tables_give(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     from calibration.catalogue import GPUS, operator_tables
@@ -221,10 +219,6 @@ def test_recorded_residuals_are_what_the_tables_give(monkeypatch: pytest.MonkeyP
     assert again.count == recorded.count
     assert again.median == pytest.approx(recorded.median, rel=0.01)
     assert again.p90 == pytest.approx(recorded.p90, rel=0.01)
-
-
-def a40() -> Any:
-    return load_calibration("a40-vllm").model_dump(mode="json")
 
 
 SERVED: dict[str, Any] = {

@@ -3,6 +3,7 @@
 from functools import cache
 
 import pytest
+from conftest import placed_of
 
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.calls import CallCosts
@@ -12,10 +13,7 @@ from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.cost.strategy import TRAFFIC, TrainEfficiency, TrainStrategy, unfused_of
 from rlsim.cost.train import TrainCost
 from rlsim.cost.transfer import gather_s, host_copy_s
-from rlsim.experiment.build import LoadedExperiment
-from rlsim.experiment.load import load_experiment
 from rlsim.experiment.placed import PlacedExperiment
-from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.times import ExperimentTimes
 from rlsim.models.hardware import load_cluster
 from rlsim.models.model import load_model
@@ -27,7 +25,7 @@ LENGTHS = [(100, 900), (200, 1100), (300, 50), (400, 2000)]  # of prompts and re
 
 @cache
 def placed(weight_sync: str = "reshard", memory_utilization: float = 0.9) -> PlacedExperiment:
-    experiment, shown, folder = load_experiment(
+    return placed_of(
         {
             "name": "x",
             "cluster": "8xh100",
@@ -41,7 +39,6 @@ def placed(weight_sync: str = "reshard", memory_utilization: float = 0.9) -> Pla
             "systems": ["verl"],
         }
     )
-    return Simulator(LoadedExperiment.of(experiment, folder, shown)).placed()
 
 
 def samples() -> list[Request]:

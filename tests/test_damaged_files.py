@@ -27,7 +27,7 @@ import pytest
 import test_calibrate_from_run as metrics
 import test_calibrate_import as kernels
 import test_frameworks
-from conftest import LENGTHS, TINY, Command, cases, sample, tables
+from conftest import LENGTHS, ROOT, TINY, Command, cases, sample, tables
 from damage import damaged
 from test_init import SCRIPT
 from test_trace_cli import RECIPE
@@ -53,7 +53,6 @@ from rlsim.trace import read_trace
 from rlsim.trace.files import write_trace
 from rlsim.trace.importers import import_trace
 
-ROOT = Path(__file__).resolve().parents[1]
 HUGE = 10**400  # a whole number that no float holds
 
 

@@ -32,14 +32,13 @@ from types import ModuleType
 from typing import NamedTuple
 
 import pytest
-from conftest import TINY, Command
+from conftest import ROOT, TINY, Command
 
 import rlsim
 from evidence.validate.page import with_tables
 from rlsim.base.reading import read_yaml
 from rlsim.experiment.systems import parse_systems
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 NAMES = [page.name for page in PAGES]
 FENCE = re.compile(

@@ -3,15 +3,13 @@
 import re
 from collections.abc import Callable
 from decimal import ROUND_HALF_UP, Decimal
-from pathlib import Path
 from statistics import mean
 
 import pytest
-from conftest import tables
+from conftest import ROOT, tables
 
 from evidence.validate.page import read_page
 
-ROOT = Path(__file__).parents[1]
 HEADINGS = "| part | what is compared | errors |"
 
 

@@ -14,13 +14,12 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-from conftest import TINY, Command, tables
+from conftest import TINY, Command, loaded_of, tables
 from pydantic import Field
 
 import rlsim
 from rlsim.base.schema import Schema
 from rlsim.errors import CatalogueError, ConfigError
-from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.columns import SUMMARY, TABLES
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.result import Result, read_result
@@ -385,8 +384,7 @@ def test_prompts_that_leave_no_room_are_left_out(folder: Path) -> None:
     assert "1 of 4 prompts are left out: they fill trace.max_model_len, 400 tokens" in found.notes
     total = found.responses["prompt_tokens"] + found.responses["response_tokens"]
     assert total.tolist() == [400] * 4
-    experiment, shown, place = load_experiment(given)
-    loaded = LoadedExperiment.of(experiment, place, shown)
+    loaded = loaded_of(given)
     assert (loaded.longest_response, loaded.longest_sequence) == (300, 400)
     short = rlsim.run(given, overrides={"trace.max_prompt_tokens": 200})
     assert "2 of 4 prompts are left out: they exceed trace.max_prompt_tokens, 200 tokens" in short.notes

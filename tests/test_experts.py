@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import TINY
+from conftest import KERNELS, TINY, needs_data
 from hypothesis import given
 from hypothesis import strategies as st
 
 import rlsim
-from evidence.validate.parts import kernel_folder
 from rlsim.calibrate.fit.experts import LEFT_OUT, calls_of, kernel_exchange, kernel_experts
 from rlsim.calibrate.importers.experts import W4A8, _balanced, _power_law, _serves_gpt_oss, exchanges, experts
 from rlsim.cost.calibration import HostFit, Reference, load_calibration
@@ -340,14 +339,11 @@ def test_deep_gemm_has_a_block_for_every_expert() -> None:
 
 # Measured tables ------------------------------------------------------------------------------------------------------
 
-MEASURED = (kernel_folder(None) or Path("absent")) / "kernels/aiconfigurator"
-needs_tables = pytest.mark.skipif(not MEASURED.is_dir(), reason="the measured kernel tables are not here (RLSIM_DATA)")
 
-
-@needs_tables
+@needs_data
 def test_models_that_no_fit_has_seen() -> None:
     ref = CALIBRATION.reference
-    table = experts(MEASURED / "h100_sxm/moe/vllm/0.24.0/moe_perf.parquet", ref)
+    table = experts(KERNELS / "h100_sxm/moe/vllm/0.24.0/moe_perf.parquet", ref)
     rows = table[table.precision.eq("bf16") & table.routing.eq("balanced")]
     found = kernel_experts(rows, ref)
     error = found.residuals["experts_bf16"]
@@ -357,11 +353,11 @@ def test_models_that_no_fit_has_seen() -> None:
     assert error.p90 <= 0.18
 
 
-@needs_tables
+@needs_data
 def test_experts_without_a_gate_which_no_fit_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlsim.calibrate.importers.experts.UNGATED", set())
     calibration = load_calibration("h100-vllm")
-    table = experts(MEASURED / "h100_sxm" / "moe/vllm/0.24.0/moe_perf.parquet", calibration.reference)
+    table = experts(KERNELS / "h100_sxm" / "moe/vllm/0.24.0/moe_perf.parquet", calibration.reference)
     for hidden, width in ((2048, 5120), (2688, 1856)):  # the second is Nemotron 3 Nano's
         cut = table.width.isin([width // tp for tp in (1, 2, 4, 8)])
         rows = table[table.hidden.eq(hidden) & cut & table.precision.eq("bf16") & table.routing.eq("balanced")]
@@ -371,9 +367,9 @@ def test_experts_without_a_gate_which_no_fit_has_seen(monkeypatch: pytest.Monkey
         assert float(np.median(abs(np.array(found) / rows.seconds - 1))) < 0.1
 
 
-@needs_tables
+@needs_data
 def test_deepep_inside_a_node() -> None:
-    folder = MEASURED / "h100_sxm/comm/sglang/0.5.12"
+    folder = KERNELS / "h100_sxm/comm/sglang/0.5.12"
     paths: list[Path] = [folder / f"wideep_deepep_{kind}_perf.parquet" for kind in ("ll", "normal")]
     table = exchanges(*paths)
     assert set(table.kind) == {"low_latency", "normal"}

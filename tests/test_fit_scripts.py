@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from conftest import DATA, ROOT, needs_data
 
 from evidence.validate.parts import EVIDENCE
 from rlsim.cost.calibration import derived_gpus, load_calibration
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from calibration.catalogue import DATA, GPUS, KEPT, Catalogue, operator_tables  # noqa: E402
-from calibration.host import CLIENT_S, ENGINES, ROUNDS, Serving, _begin  # noqa: E402
-from calibration.training import (  # noqa: E402
+from calibration.catalogue import GPUS, KEPT, Catalogue, operator_tables
+from calibration.host import CLIENT_S, ENGINES, ROUNDS, Serving, _begin
+from calibration.training import (
     DRIVER_S,
     Fit,
     expert_balance,
@@ -27,28 +27,25 @@ from calibration.training import (  # noqa: E402
     left_out_calls,
 )
 
-from evidence.validate.coverage import shipped_calls  # noqa: E402
-from evidence.validate.serving import ServingRun, kernels_of, simulate  # noqa: E402
-from evidence.validate.steps import iterations  # noqa: E402
-from evidence.validate.steps_training import training_rows, training_runs  # noqa: E402
-from rlsim.calibrate.fit.attention import DECODE, HEAD_DIM, PROMPTS, decode_rows, usual_groups  # noqa: E402
-from rlsim.calibrate.fit.collectives import fit_collective  # noqa: E402
-from rlsim.calibrate.fit.common import held_out, predict  # noqa: E402
-from rlsim.calibrate.fit.gemm import gemm_rows, kernel_of  # noqa: E402
-from rlsim.calibrate.measurements import residual  # noqa: E402
-from rlsim.calibrate.write import write_yaml  # noqa: E402
-from rlsim.cost.calibration import Calibration, FrontEndFit, HostFit, Reference, Residual  # noqa: E402
-from rlsim.cost.experts import FusedExperts, expert_load  # noqa: E402
-from rlsim.cost.fits import carried_operators  # noqa: E402
-from rlsim.cost.operators import Operators  # noqa: E402
-from rlsim.cost.strategy import EXPERT_IMBALANCE, EXPERT_LAUNCH_S, TRAFFIC  # noqa: E402
-from rlsim.models.hardware import load_cluster  # noqa: E402
-from rlsim.models.precision import Precision  # noqa: E402
+from evidence.validate.coverage import shipped_calls
+from evidence.validate.serving import ServingRun, kernels_of, simulate
+from evidence.validate.steps import iterations
+from evidence.validate.steps_training import training_rows, training_runs
+from rlsim.calibrate.fit.attention import DECODE, HEAD_DIM, PROMPTS, decode_rows, usual_groups
+from rlsim.calibrate.fit.collectives import fit_collective
+from rlsim.calibrate.fit.common import held_out, predict
+from rlsim.calibrate.fit.gemm import gemm_rows, kernel_of
+from rlsim.calibrate.measurements import residual
+from rlsim.calibrate.write import write_yaml
+from rlsim.cost.calibration import Calibration, FrontEndFit, HostFit, Reference, Residual
+from rlsim.cost.experts import FusedExperts, expert_load
+from rlsim.cost.fits import carried_operators
+from rlsim.cost.operators import Operators
+from rlsim.cost.strategy import EXPERT_IMBALANCE, EXPERT_LAUNCH_S, TRAFFIC
+from rlsim.models.hardware import load_cluster
+from rlsim.models.precision import Precision
 
 DERIVED = derived_gpus()
-tables = pytest.mark.skipif(
-    not DATA.is_dir(), reason="the measured tables (../shared/data) are not part of the project"
-)
 
 
 def test_the_scripts_make_every_shipped_calibration_and_no_other() -> None:
@@ -152,7 +149,7 @@ def carried_errors(data: Path, source: Calibration, target: str) -> dict[str, Re
     }
 
 
-@tables
+@needs_data
 @pytest.mark.ci
 def test_efficiencies_carry_over_to_the_same_chip_and_less_to_the_next() -> None:
     """What the page says of derived calibrations; nothing of the target is fitted."""
@@ -179,7 +176,7 @@ def stacks() -> Fit:
     return fit_stacks(DATA, gemm_shares(DATA))
 
 
-@tables
+@needs_data
 @pytest.mark.ci
 def test_the_numbers_of_training_stacks_are_what_the_runs_give(stacks: Fit) -> None:
     assert stacks.traffic == pytest.approx(TRAFFIC, abs=0.01e-3)
@@ -188,7 +185,7 @@ def test_the_numbers_of_training_stacks_are_what_the_runs_give(stacks: Fit) -> N
     assert expert_balance() == pytest.approx(EXPERT_IMBALANCE, abs=0.01)
 
 
-@tables
+@needs_data
 @pytest.mark.ci
 def test_quoted_errors_of_runs_left_out(stacks: Fit) -> None:
     """The percentages that the calibrations and docs/costs.md quote, and those of the file of left-out calls."""
@@ -213,7 +210,7 @@ def test_mean_responses_that_no_run_states_are_what_their_counter_implies() -> N
     assert run.counted_s == pytest.approx(run.update_actor_s, rel=0.01)
 
 
-@tables
+@needs_data
 @pytest.mark.ci
 def test_shipped_errors_of_calls_are_what_the_fits_give(stacks: Fit) -> None:
     made, shipped = left_out_calls(stacks.cases), shipped_calls()

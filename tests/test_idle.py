@@ -1,19 +1,13 @@
 """Why GPUs are idle, on timelines made by hand, and what fits on them."""
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import cases, tables
+from conftest import cases, placed_of, tables
 
 import rlsim
-from rlsim.experiment.build import LoadedExperiment
-from rlsim.experiment.load import load_experiment
-from rlsim.experiment.placed import PlacedExperiment
-from rlsim.experiment.simulator import Simulator
 from rlsim.results.tune.parts import CAUSES, idle_causes, idle_shares, memory_by_call, memory_by_tp, waits
 
 RUN = {"case": "", "system": "s", "seed": 0, "step": 0}
@@ -196,12 +190,8 @@ def test_too_little_kv_shows_as_such() -> None:
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 
-def placed_with(overrides: Mapping[str, Any]) -> PlacedExperiment:
-    return Simulator(LoadedExperiment.of(load_experiment(SMALL, overrides)[0], Path())).placed()
-
-
 def test_memory_is_that_of_the_engine() -> None:
-    placed = placed_with({})
+    placed = placed_of(SMALL)
     table = memory_by_tp(placed).set_index("tp")
     assert table["fits"].tolist() == [True] * 4
     for tp in (1, 2, 4, 8):
@@ -218,19 +208,19 @@ def test_memory_is_that_of_the_engine() -> None:
 def test_memory_says_why_not_and_that_responses_wait() -> None:
     qwen = {"model": "qwen2.5-14b", "training.offload": True, "cluster": "8xa40", "calibration": "a40-vllm"}
     qwen |= {"memory_utilization": 0.6, "training.micro_batch_tokens": 2048}
-    table = memory_by_tp(placed_with(qwen)).set_index("tp")
+    table = memory_by_tp(placed_of(SMALL, qwen)).set_index("tp")
     assert table["fits"].tolist() == [False, True, True, True]
     assert "exceed the budget" in str(table.loc[1, "why_not"])
-    odd = memory_by_tp(placed_with({"model": "qwen2.5-7b"})).set_index("tp")
+    odd = memory_by_tp(placed_of(SMALL, {"model": "qwen2.5-7b"})).set_index("tp")
     assert "does not divide its 28 heads" in str(odd.loc[8, "why_not"])
     crowded = {"model": "qwen2.5-32b", "cluster": "8xa40", "calibration": "a40-vllm"}
-    placed = placed_with(crowded)
+    placed = placed_of(SMALL, crowded)
     assert not memory_by_tp(placed)["fits"].any()
     assert not memory_by_call(placed)["fits"].all()
     many = {"workflow.prompts": 400, "workflow.responses": 8, "memory_utilization": 0.5}
-    cache = memory_by_tp(placed_with(many)).set_index("tp").loc[1]
+    cache = memory_by_tp(placed_of(SMALL, many)).set_index("tp").loc[1]
     assert cache["waits"]
     assert (cache["sequences"], cache["mean_sequences"] < 400) == (400, True)
     crowded = {"workflow.prompts": 400, "workflow.responses": 8, "engine.max_num_seqs": 16, "trace.cap": 128}
-    table = memory_by_tp(placed_with(crowded))
+    table = memory_by_tp(placed_of(SMALL, crowded))
     assert table.loc[0, "waits"]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import cases, invoke, sample, tables
+from conftest import cases, invoke, loaded_of, placed_of, sample, tables
 from test_calibrate_import import nccl_text
 
 import rlsim
@@ -19,7 +19,6 @@ from rlsim.experiment.build import LoadedExperiment
 from rlsim.experiment.load import load_experiment
 from rlsim.experiment.refusals import conditions, starts_of
 from rlsim.experiment.schema import Experiment
-from rlsim.experiment.simulator import Simulator
 from rlsim.frameworks.draft import Draft, Entry
 from rlsim.frameworks.mapping import own_limits
 from rlsim.frameworks.names import find_cluster, find_model, nearest_trace
@@ -248,15 +247,14 @@ def test_the_engines_share_of_memory_excludes_training(tmp_path: Path) -> None:
     text = SCRIPT.replace("offload=True", "offload=False")
     draft = draft_of(tmp_path, text=text)
     draft.write(tmp_path / "made.yaml")
-    experiment, _, folder = load_experiment(tmp_path / "made.yaml")
-    placed = Simulator(LoadedExperiment.of(experiment, folder)).placed()
+    placed = placed_of(tmp_path / "made.yaml")
     _, beside = placed.ledger.staying(placed.gpus)
     kv_bytes = placed.rollout_costs.capacity_pages(2) * 16 * placed.rollout_costs.model.kv_bytes_per_token / 2
     offloaded = draft_of(tmp_path).data() | {"name": "offloaded"}
-    own = Simulator(LoadedExperiment.of(load_experiment(offloaded)[0], folder)).placed().rollout_costs.capacity_pages(2)
+    own = placed_of(offloaded, (), tmp_path).rollout_costs.capacity_pages(2)
     assert beside > 1e10
     gpu = placed.loaded.cluster.gpu_at(0)
-    assert experiment.memory_utilization == pytest.approx(0.6 + beside / gpu.memory_bytes, abs=1e-4)
+    assert placed.loaded.experiment.memory_utilization == pytest.approx(0.6 + beside / gpu.memory_bytes, abs=1e-4)
     assert kv_bytes == pytest.approx(own * 16 * placed.rollout_costs.model.kv_bytes_per_token / 2, rel=1e-3)
 
 
@@ -379,8 +377,7 @@ def test_nccl_tests_make_a_calibration_beside_the_experiment(tmp_path: Path, mon
     assert done.exit_code == 0, done.output
     assert read_yaml(tmp_path / "m.yaml")["calibration"] == "mine-calibration.yaml"
     monkeypatch.chdir(Path(nccl_tests.__file__).parent)  # found beside the experiment, from anywhere
-    experiment, _, folder = load_experiment(tmp_path / "m.yaml")
-    assert LoadedExperiment.of(experiment, folder).kind((0,)).calibration.name == "mine-calibration"
+    assert loaded_of(tmp_path / "m.yaml").kind((0,)).calibration.name == "mine-calibration"
 
 
 def test_nccl_tests_of_a_gpu_that_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,8 +387,7 @@ def test_nccl_tests_of_a_gpu_that_is_described(tmp_path: Path, monkeypatch: pyte
     like = ("--gpu", "mine", "--gpu-like", "h100,94GB,3.9TB/s")
     done = command("own", "--from-verl", "run.sh", *like, "--nccl", "all_reduce.txt")
     assert done.exit_code == 0, done.output
-    experiment, _, folder = load_experiment(Path("own.yaml"))
-    fitted = LoadedExperiment.of(experiment, folder).kind((0,)).calibration
+    fitted = loaded_of(Path("own.yaml")).kind((0,)).calibration
     assert (fitted.name, fitted.gpu) == ("own-calibration", "mine")
 
 

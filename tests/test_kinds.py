@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from conftest import Command, tables
+from conftest import Command, loaded_of, tables
 from ruamel.yaml import YAML
 
 import rlsim
@@ -17,8 +17,6 @@ from rlsim.cost.layout import Layout
 from rlsim.cost.reallocation import DataTransfer, Reallocation, Side
 from rlsim.cost.weight_sync import FITTED, WeightSync
 from rlsim.errors import CapacityError, ConfigError
-from rlsim.experiment.build import LoadedExperiment
-from rlsim.experiment.load import load_experiment
 from rlsim.experiment.plan_report import search_plan
 from rlsim.experiment.result import Result, read_result
 from rlsim.experiment.simulator import Simulator
@@ -156,16 +154,13 @@ def test_memory_is_that_of_the_gpus_of_each_call() -> None:
 
     def pages(cluster: str) -> int:
         settings = {"cluster": cluster, "calibration": kinds, "training": {"micro_batch_tokens": "32K"}}
-        experiment, _, folder = load_experiment(EXPERIMENT | settings, {"workflow.prompts": 64})
-        (spec,) = parse_systems(experiment.systems)
-        return Simulator(LoadedExperiment.of(experiment, folder)).placed(spec.make()).rollout_costs.capacity_pages(4)
+        loaded = loaded_of(EXPERIMENT | settings, {"workflow.prompts": 64})
+        (spec,) = parse_systems(loaded.experiment.systems)
+        return Simulator(loaded).placed(spec.make()).rollout_costs.capacity_pages(4)
 
     assert pages("1x8xa40+1x8xh100") < pages("2x8xh100") / 1.5
     with pytest.raises(CapacityError, match=r"call train .* does not fit on GPU 8: .* GB of a40"):
         pages("1x8xh100+1x8xa40")
-
-
-# Mistakes ------------------------------------------------------------------------------------------------------------
 
 
 # Round trip ----------------------------------------------------------------------------------------------------------

@@ -1,10 +1,8 @@
 """Latent attention: its formula by hand, its fit on made-up and on measured tables."""
 
-import os
-from pathlib import Path
-
 import pandas as pd
 import pytest
+from conftest import KERNELS, needs_data
 from pydantic import ValidationError
 
 from rlsim.calibrate.fit.latent import MEASURED, UNSEEN, kernel_latent_attention
@@ -20,7 +18,6 @@ from rlsim.errors import CalibrationError
 from rlsim.models.hardware import load_cluster
 from rlsim.models.model import load_model
 
-DATA = Path(os.environ.get("RLSIM_DATA", Path(__file__).parents[2] / "shared" / "data")) / "kernels/aiconfigurator"
 FIT = LatentAttentionFit(
     decode=KernelFit(
         launch_s=20e-6, efficiency={"memory": 0.9, "compute": 0.6}, added_s={"sequences": 1e-8, "heads": 1e-9}
@@ -41,21 +38,16 @@ def kernels(heads: int, fit: LatentAttentionFit = FIT) -> Latent:
 
 
 def test_decode_by_hand() -> None:
-    ref, heads, batch = base().reference, 128, 1024
-    curve = kernels(heads).curve(batch)
-    read = 576 * 2 / (ref.memory_bytes_per_s * 0.9)
-    computed = 2 * heads * (576 + 512) / (ref.bf16_flop_per_s * 0.6)
-    slope = (read**3 + computed**3) ** (1 / 3)
-    assert curve.step_s(2e6) - curve.step_s(1e6) == pytest.approx(1e6 * slope)
+    ref, batch = base().reference, 1024
+    for heads, at_least, precision, size in ((1, 64, "fp8", 1), (128, 128, "bf16", 2)):
+        curve = kernels(heads, FIT.model_copy(update={"kv_precision": precision})).curve(batch)
+        read = 576 * size / (ref.memory_bytes_per_s * 0.9)
+        computed = 2 * at_least * (576 + 512) / (ref.bf16_flop_per_s * 0.6)
+        assert curve.step_s(2e6) - curve.step_s(1e6) == pytest.approx(1e6 * (read**3 + computed**3) ** (1 / 3))
     launch = 20e-6 + 1e-8 * batch + 1e-9 * batch * heads
     assert curve.step_s(0) == pytest.approx(launch + kernels(heads).absorb_s(batch))
     multiplied = 2 * heads * 512 * (128 + 128) * batch / (ref.bf16_flop_per_s * 0.7)
     assert kernels(heads).absorb_s(batch) == pytest.approx(2 * base().operators.gemm.launch_s + multiplied)
-    ref, batch = base().reference, 1024
-    curve = kernels(1, FIT.model_copy(update={"kv_precision": "fp8"})).curve(batch)
-    read = 576 / (ref.memory_bytes_per_s * 0.9)
-    computed = 2 * 64 * (576 + 512) / (ref.bf16_flop_per_s * 0.6)
-    assert curve.step_s(2e6) - curve.step_s(1e6) == pytest.approx(1e6 * (read**3 + computed**3) ** (1 / 3))
 
 
 def test_prompts_by_hand() -> None:
@@ -97,10 +89,10 @@ def test_a_fit_finds_what_made_the_rows() -> None:
     assert not set(seen) & set(UNSEEN)
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="no measured kernel tables here (RLSIM_DATA)")
+@needs_data
 @pytest.mark.parametrize(("engine", "median", "p90"), [("vllm", 0.02, 0.06), ("sglang", 0.03, 0.10)])
 def test_head_counts_that_no_fit_has_seen(engine: str, median: float, p90: float) -> None:
-    paths = aiconfigurator.latent_tables(DATA / "h100_sxm", engine)
+    paths = aiconfigurator.latent_tables(KERNELS / "h100_sxm", engine)
     assert paths is not None
     calibration = load_calibration(f"h100-{engine}")
     others = Operators(calibration.operators, calibration.reference)
@@ -112,11 +104,6 @@ def test_head_counts_that_no_fit_has_seen(engine: str, median: float, p90: float
     if engine == "vllm":
         assert found.residuals["latent_attention_prompts"].median < 0.06
         assert found.residuals["latent_attention_prompts"].p90 < 0.16
-
-
-def test_a_gpu_without_tables_is_refused_by_name() -> None:
-    with pytest.raises(CalibrationError, match=r"latent attention \(MLA\) is not in this calibration"):
-        RooflineStep(load_model("deepseek-v2-lite"), 1, load_cluster("8xa100"), load_calibration("a100-vllm"))
 
 
 @pytest.mark.parametrize(

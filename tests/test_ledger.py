@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import loaded_of, placed_of
 from test_asynchronous import EXPERIMENT
 from test_frameworks import AREAL
 from test_frameworks import BASE as NEMO
@@ -124,7 +125,7 @@ def test_a_substitute_trace_gives_lengths_alone(framework: str, tmp_path: Path) 
     assert data["workflow"]["reward"] == {"from_trace": False, **RULE_CHECK}
     assert {"trace.path", "workflow.reward"} <= set(data["sources"]["assumed"])
     assert re.search(r"lengths alone, mean [\d,]+ tokens", draft.text())
-    loaded = LoadedExperiment.of(load_experiment(data)[0], tmp_path)
+    loaded = loaded_of(data, (), tmp_path)
     assert "reward_time_s" in loaded.trace.frame
     assert set(loaded.scoring._check_s) == {0.21e-3}
 
@@ -164,7 +165,7 @@ def test_rows_of_the_table_fit_the_schema(tmp_path: Path) -> None:
 
 def ledger_rows(case: str, folder: Path, **more: Any) -> dict[str, str]:
     """What a case assumes before anything ran, and what was taken."""
-    loaded = LoadedExperiment.of(load_experiment(drafted(case, folder).data(), more)[0], folder)
+    loaded = loaded_of(drafted(case, folder).data(), more, folder)
     return {row.name: row.taken for row in ledger_of(loaded, Lookups()).assumed}
 
 
@@ -204,7 +205,7 @@ def test_a_trace_that_is_carried_beyond_its_facts_says_so(tmp_path: Path) -> Non
 
     def told(path: Any, cap: str, **more: Any) -> dict[str, str]:
         settings = {**given, "trace": {"path": path, "cap": cap, **more}}
-        loaded = LoadedExperiment.of(load_experiment("rollpacker_32b", settings)[0], tmp_path)
+        loaded = loaded_of("rollpacker_32b", settings)
         return {row.name: row.taken for row in ledger_of(loaded, Lookups()).assumed if row.name in rows}
 
     beyond = told("rollpacker-math", "32K")
@@ -321,11 +322,9 @@ def test_the_ledger_is_printed_and_kept(tmp_path: Path, call: Any, capsys: Any, 
 
 
 def cost_of(tmp_path: Path, case: str, **costs: Any) -> RolloutCostModel:
-    from rlsim.experiment.simulator import Simulator
-
     data = {**drafted(case, tmp_path).data(), "costs": costs}
     data["engine"] = data["engine"] | {"async_scheduling": False}  # the host's time adds to a step
-    return Simulator(LoadedExperiment.of(load_experiment(data)[0], tmp_path)).placed().rollout_costs
+    return placed_of(data, (), tmp_path).rollout_costs
 
 
 def test_stated_costs_change_what_they_say(tmp_path: Path) -> None:
@@ -338,7 +337,7 @@ def test_stated_costs_change_what_they_say(tmp_path: Path) -> None:
     assert recurrent[2] - recurrent[1] == pytest.approx(recurrent[1] - recurrent[0])
     assert recurrent[1] > recurrent[0]
     data = {**drafted("16", tmp_path).data(), "costs": {"network": 0.5}}
-    halved = LoadedExperiment.of(load_experiment(data)[0], tmp_path).cluster
+    halved = loaded_of(data, (), tmp_path).cluster
     assert halved.inter.bytes_per_s == load_cluster("4x8xh100").inter.bytes_per_s / 2  # type: ignore[union-attr]
 
 
@@ -355,9 +354,9 @@ def test_products_of_experts_under_fsdp_can_be_stated() -> None:
 def test_scaled_lengths(tmp_path: Path) -> None:
     data = drafted("24", tmp_path).data()
     data["trace"].pop("max_prompt_tokens")  # of three times as long prompts it would leave more out
-    plain = LoadedExperiment.of(load_experiment(data)[0], tmp_path)
+    plain = loaded_of(data, (), tmp_path)
     data["trace"] |= {"scale": 0.5, "prompt_scale": 3}
-    scaled = LoadedExperiment.of(load_experiment(data)[0], tmp_path)
+    scaled = loaded_of(data, (), tmp_path)
     ratio = scaled.trace.response_tokens.mean() / plain.trace.response_tokens.mean()
     assert ratio == pytest.approx(0.5, rel=1e-3)
     assert scaled.longest_prompt == 3 * plain.longest_prompt

@@ -1,12 +1,11 @@
 """The table of faults that the tests must notice; `scripts/mutate.py` puts them in."""
 
 import runpy
-from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 FAULTS = tuple(runpy.run_path(str(ROOT / "scripts" / "mutate.py"))["faults"]())
 
 

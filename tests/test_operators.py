@@ -4,14 +4,12 @@ import itertools
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import cases
+from conftest import KERNELS, cases, needs_data
 
-from evidence.validate.parts import kernel_folder
 from rlsim.calibrate.fit.gemm import kernel_gemm
 from rlsim.cost.calibration import Reference, Residual, load_calibration
 from rlsim.cost.fits import AttentionFit, Correction, KernelFit, OperatorFits, ProductFit, Tile
@@ -213,15 +211,12 @@ def test_routers_take_no_longer_than_the_narrowest_measured_product(name: str) -
         assert times[0] > 0.5 * launch_s
 
 
-MEASURED = (kernel_folder(None) or Path("absent")) / "kernels/aiconfigurator"
-
-
-@pytest.mark.skipif(not MEASURED.is_dir(), reason="the measured kernel tables are not here (RLSIM_DATA)")
+@needs_data
 @cases("cost", "narrow products that no fit has seen")
 def test_narrow_products_that_no_fit_has_seen(name: str, table: str, error: float) -> None:
     calibration = load_calibration(name)
     o = Operators(calibration.operators, calibration.reference)
-    rows = pd.read_parquet(MEASURED / table / "gemm_perf.parquet")
+    rows = pd.read_parquet(KERNELS / table / "gemm_perf.parquet")
     rows = rows[rows.gemm_dtype.eq("bfloat16") & rows.k.between(1024, 8192) & rows.m.le(16_384)]
     for _, some in rows[rows.n.isin([32, 64, 128])].groupby("n"):
         found = np.array([o.gemm_s(m, n, k) for m, n, k in zip(some.m, some.n, some.k, strict=True)])

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import Command
+from conftest import Command, loaded_of
 from plan_problems import fits
 from ruamel.yaml import YAML
 from test_plans import PPO, SMALL, experiment
@@ -15,8 +15,6 @@ from test_plans import PPO, SMALL, experiment
 import rlsim
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment import planning
-from rlsim.experiment.build import LoadedExperiment
-from rlsim.experiment.load import load_experiment
 from rlsim.experiment.placed import PlacedExperiment
 from rlsim.experiment.plan_report import search_plan
 from rlsim.experiment.planning import PlanSpace, borders
@@ -31,8 +29,7 @@ LONG["workflow"] |= {"responses": 8}
 
 
 def space_of(given: dict[str, Any], lag: int = 1, **options: Any) -> PlanSpace:
-    loaded, _, folder = load_experiment(given)
-    setup = LoadedExperiment.of(loaded, folder)
+    setup = loaded_of(given)
     return PlanSpace(PlacedExperiment(setup, Lagged(lag=lag).rewired(setup.algorithm), None, None), **options)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Command, cases, tables
+from conftest import Command, cases, placed_of, tables
 from hypothesis import given
 from hypothesis import strategies as st
 from plan_problems import fits
@@ -22,12 +22,9 @@ import rlsim
 from rlsim.cost.ledger import Ledger, Row, total
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError, RlsimError
-from rlsim.experiment.build import LoadedExperiment
-from rlsim.experiment.load import load_experiment
 from rlsim.experiment.plan_report import search_plan
 from rlsim.experiment.planning import ENGINE_SHARES, PlanSpace
 from rlsim.experiment.result import Result
-from rlsim.experiment.simulator import Simulator
 from rlsim.models.hardware import load_cluster
 from rlsim.models.model import Model
 from rlsim.policies.plan import ExplicitPlan
@@ -384,8 +381,7 @@ SETTINGS: dict[str, dict[str, Any]] = tables("bases")["plans settings"]
 
 
 def space_of(given: dict[str, Any]) -> PlanSpace:
-    loaded, _, folder = load_experiment(given)
-    return PlanSpace(Simulator(LoadedExperiment.of(loaded, folder)).placed())
+    return PlanSpace(placed_of(given))
 
 
 @cache

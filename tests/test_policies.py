@@ -9,15 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import tables
+from conftest import placed_of, tables
 from workloads import StubCosts, rolled_out
 
 import rlsim
 from rlsim.errors import CapacityError, ConfigError
-from rlsim.experiment.build import LoadedExperiment
-from rlsim.experiment.load import load_experiment
 from rlsim.experiment.placed import PlacedExperiment
-from rlsim.experiment.simulator import Simulator
 from rlsim.policies.pat import PAT
 from rlsim.policies.planner import Planner
 from rlsim.policies.verl import VeRL
@@ -34,8 +31,7 @@ both = pytest.mark.parametrize(("cluster", "calibration"), MACHINES)
 def machine(cluster: str, calibration: str) -> PlacedExperiment:
     """LLaMA-3.1-8B, 128 responses a step, training states in host memory."""
     own = {"cluster": cluster, "calibration": calibration}
-    experiment, shown, folder = load_experiment({**tables("bases")["policies"], **own})
-    return Simulator(LoadedExperiment.of(experiment, folder, shown)).placed()
+    return placed_of({**tables("bases")["policies"], **own})
 
 
 def context(

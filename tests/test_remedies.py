@@ -19,7 +19,6 @@ from rlsim.frameworks.parts import Options
 from rlsim.results.tune.trial import Configuration, Run, tried
 
 CASES_OF_USERS = Path(__file__).parent / "cases"
-PPO = {"workflow.algorithm": "ppo", "workflow.responses": 1}
 CASES: dict[str, dict[str, Any]] = tables("bases")["remedies"]
 SYSTEM = {"systems": [{"verl": {"tp": 2}}], "baseline": None, "seeds": 1}
 

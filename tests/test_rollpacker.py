@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import cases, tables
+from conftest import cases, loaded_of, placed_of, tables
 from test_asynchronous import check_gpus
 
 import rlsim
@@ -18,11 +18,8 @@ from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.cost.roofline import step_cost
 from rlsim.cost.transfer import host_copy_s
 from rlsim.errors import RlsimError
-from rlsim.experiment.build import LoadedExperiment
-from rlsim.experiment.load import load_experiment
 from rlsim.experiment.result import Result
 from rlsim.experiment.schema import RewardSpec
-from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import parse_systems
 from rlsim.experiment.workflows import TraceScoring
 from rlsim.models.hardware import load_cluster
@@ -166,10 +163,7 @@ def test_a_resident_judge_takes_memory_from_training_and_training_from_the_judge
     assert len(rlsim.run("rollpacker_7b", overrides=settings | {"seeds": 1}).steps) == 1
     with pytest.raises(RlsimError, match=r"the judge at rest 17\.38 GB .*while_training=offloaded"):
         rlsim.run("rollpacker_7b", overrides={**settings, "seeds": 1, where: "resident"})
-    loaded, shown, folder = load_experiment("rollpacker_7b", [f"{where}=resident"])
-    joined = Simulator(LoadedExperiment.of(loaded, folder, shown)).placed().judge
-    loaded, shown, folder = load_experiment("rollpacker_7b", [f"{where}=apart"])
-    alone = Simulator(LoadedExperiment.of(loaded, folder, shown)).placed().judge
+    joined, alone = (placed_of("rollpacker_7b", [f"{where}={at}"]).judge for at in ("resident", "apart"))
     assert 0 < joined.capacity_pages < 0.95 * alone.capacity_pages  # optimizer states stay
 
 
@@ -198,14 +192,11 @@ def test_in_pieces_costs_about_as_much_as_at_once() -> None:
 
 
 def test_lists_make_variants_but_of_tp_that_the_judge_leaves_no_room_for() -> None:
-    loaded, shown, folder = load_experiment(
+    loaded = loaded_of(
         experiment(systems=[{"name": "t", "use": [{"tail_batching": {"eta": [1.25, 1.5]}}, {"verl": {"tp": [1, 2]}}]}])
     )
-    assert (
-        LoadedExperiment.of(loaded, folder, shown).trace.meta.name
-        == "rollpacker-math + rollpacker-code + rollpacker-judge"
-    )
-    assert [s.name for s in parse_systems(loaded.systems)] == [
+    assert loaded.trace.meta.name == "rollpacker-math + rollpacker-code + rollpacker-judge"
+    assert [s.name for s in parse_systems(loaded.experiment.systems)] == [
         "t-eta1.25-tp1",
         "t-eta1.25-tp2",
         "t-eta1.5-tp1",

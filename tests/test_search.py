@@ -32,10 +32,6 @@ def options(call: str, *rows: tuple[float, ...]) -> Options:
     return Options(call, *np.array([(*row, *[0.0] * (5 - len(row))) for row in rows]).T)
 
 
-def constant(seconds: float):
-    return lambda source, target: np.full(np.broadcast(source, target).shape, seconds)
-
-
 def spans(problem: Problem, plan: list[int]) -> dict[tuple[str, int], tuple[float, float]]:
     return {(s.name, s.iteration): (s.start_at, s.end_at) for s in schedule(problem, plan)}
 

@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 WITHOUT = [name for name in ("mkdocs", "material") if find_spec(name) is None]
 
 pytestmark = pytest.mark.skipif(bool(WITHOUT), reason=f"needs {', '.join(WITHOUT)}: pip install rlsim[docs]")

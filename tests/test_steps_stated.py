@@ -2,15 +2,13 @@
 
 import numpy as np
 import pytest
-from conftest import TINY, tables
+from conftest import TINY, loaded_of, tables
 
 from evidence.validate.asynchronous import experiments, seconds, write_lengths
 from evidence.validate.parts import Options
 from evidence.validate.published import figures
 from evidence.validate.steps_nemo import nemo_experiment
 from rlsim import run
-from rlsim.experiment.build import LoadedExperiment
-from rlsim.experiment.load import load_experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.systems import parse_systems
 from rlsim.trace import read_trace
@@ -54,7 +52,7 @@ def test_every_stated_arm_loads_and_fits(name: str) -> None:
     for run_of in figures(Options(), name).given.values():
         for arm, experiment, _ in experiments(run_of):
             trace = {**experiment["trace"], "fixed": 1024}
-            loaded = LoadedExperiment.of(*load_experiment({**experiment, "trace": trace})[::2])
+            loaded = loaded_of({**experiment, "trace": trace})
             assert len(parse_systems(loaded.experiment.systems)) == 1, arm
 
 
@@ -78,7 +76,7 @@ def test_a_plans_own_budget_of_a_log_prob_call_holds() -> None:
         plan = {"plan": {"calls": calls | {"old_log_prob": given}}}
         trace = {"fixed": 256, "cap": 512}
         experiment = {**SMALL, "trace": trace, "training": training, "systems": [{"name": "planned", "use": [plan]}]}
-        loaded = LoadedExperiment.of(*load_experiment(experiment)[::2])
+        loaded = loaded_of(experiment)
         system = parse_systems(loaded.experiment.systems)[0].make()
         strategy = Simulator(loaded).placed(system).plan.of("old_log_prob").strategy
         assert strategy.budget(backward=False) == budget

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import cases
+from conftest import DATA, cases
 
 from rlsim.errors import ConfigError, TraceError
 from rlsim.trace import Trace, TraceMeta, make_trace, read_trace
@@ -15,7 +15,7 @@ from rlsim.trace.fit import LengthFit, fit_lengths, fit_trace, ks_distance, load
 from rlsim.trace.importers import import_trace
 from rlsim.trace.mixture import Component, LengthModel, both_below, icc_log, mixture, straggling_groups, within_sd_log
 
-REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "traces"
+REAL = DATA / "traces"
 real = pytest.mark.skipif(not REAL.is_dir(), reason=f"the real traces are not beside this checkout ({REAL})")
 TWO = LengthModel(
     components=(

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import cases
+from conftest import DATA, cases
 
 from rlsim.base.catalogue import data_dir, names
 from rlsim.base.schema import validate
@@ -17,7 +17,7 @@ from rlsim.trace.fit import fit_trace, save_fit
 from rlsim.trace.generate import Recipe, check, generate, length_model, load_recipe
 from rlsim.trace.mixture import icc_log, straggling_groups, within_sd_log
 
-REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "traces"
+REAL = DATA / "traces"
 SHIPPED = sorted(names("traces"))
 
 

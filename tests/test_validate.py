@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
-from conftest import invoke
+from conftest import ROOT, invoke
 
 from evidence.validate import agreement, parts, pat, transfer
 from evidence.validate.page import blocks, read_page, stale, write_page
@@ -20,7 +20,6 @@ from evidence.validate.transfer import SettingFit, TransferFits, left_out_rows, 
 from rlsim.cost.calibration import FrontEndFit, HostFit, load_calibration
 from rlsim.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGE = read_page(ROOT / "docs" / "validation.md")
 PAPERS = ("pat", "rollpacker", "oppo", "real")
 NONE = Targets(targets=(), bounds=())
