@@ -86,34 +86,18 @@ CASES = (Case(512, 1), Case(512, 8), Case(4_096, 1), Case(4_096, 8))
 QUICK = (Case(64, 1), Case(128, 8))
 
 
-class Answer(NamedTuple):
-    """What a tool says of a rollout, and how long it took over it."""
-
-    makespan_s: float
-    wall_s: float
-    process_s: float  # with everything around it
-    again_s: float | None = None  # once more, with prices known
+#: What a tool says of a rollout (`makespan_s`), and how long it took over it: `wall_s`, `again_s`, `process_s`.
+Answer = dict[str, float]
 
 
-def draw(responses: int) -> list[int]:
-    """Response lengths in tokens."""
-    rng = np.random.default_rng(0)
-    return rng.lognormal(np.log(2_000), 0.9, responses).clip(1, CAP_TOKENS).astype(int).tolist()
-
-
-def write_requests(path: Path, lengths: Sequence[int]) -> None:
-    """The rollout as a trace in Mooncake's layout, which both tools read here."""
+def write_requests(path: Path, responses: int) -> None:
+    """A rollout as a trace in Mooncake's layout, which both tools read here."""
+    lengths = np.random.default_rng(0).lognormal(np.log(2_000), 0.9, responses).clip(1, CAP_TOKENS).astype(int)
     lines = (
         {"request_id": f"r{i}", "timestamp": 0.0, "input_length": PROMPT_TOKENS, "output_length": n, "hash_ids": [i]}
-        for i, n in enumerate(lengths)
+        for i, n in enumerate(lengths.tolist())
     )
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-
-
-def read_requests(path: Path) -> Lengths:
-    """Prompt and response tokens of each."""
-    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return [(line["input_length"], line["output_length"]) for line in lines]
 
 
 # ---- rlsim -----------------------------------------------------------------------------------------------------------
@@ -165,10 +149,11 @@ def variants() -> dict[str, tuple[Calibration, dict[str, Any]]]:
     }
 
 
-def timed(path: Path, replicas: int, variant: str) -> dict[str, float]:
+def timed(path: Path, replicas: int, variant: str) -> Answer:
     """The makespan, and the seconds of a first and a second simulation."""
     calibration, changes = variants()[variant]
-    requests = read_requests(path)
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    requests = [(line["input_length"], line["output_length"]) for line in lines]
     gc.collect()
     start = time.perf_counter()
     first = rollout(calibration, requests, replicas, **changes)
@@ -186,7 +171,7 @@ def run_rlsim(path: Path, case: Case, variant: str) -> Answer:
     command = [sys.executable, __file__, "--simulate", str(path), "--replicas", str(case.replicas), "--as", variant]
     start = time.perf_counter()
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return Answer(process_s=time.perf_counter() - start, **json.loads(done.stdout))
+    return {**json.loads(done.stdout), "process_s": time.perf_counter() - start}
 
 
 # ---- AISimulate ------------------------------------------------------------------------------------------------------
@@ -195,17 +180,9 @@ def run_rlsim(path: Path, case: Case, variant: str) -> Answer:
 def predicted(venv: Path, path: Path, *options: str) -> dict[str, Any]:
     """What AISimulate says of the rollout in a file, in a process of its own."""
     said = path.with_name("aisimulate")
-    command = [
-        venv / "bin" / "aisimulate",
-        "predict",
-        "-c",
-        CONFIGURATION.name,
-        "--output-dir",
-        said.name,
-        "--overwrite",
-    ]
     shutil.copy(CONFIGURATION, path.parent)
-    done = subprocess.run([*map(str, command), *options], cwd=path.parent, capture_output=True, text=True)
+    command = (str(venv / "bin" / "aisimulate"), "predict", "-c", CONFIGURATION.name, "--output-dir", said.name)
+    done = subprocess.run([*command, "--overwrite", *options], cwd=path.parent, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"aisimulate failed:\n{done.stderr[-2000:]}")
     found: dict[str, Any] = json.loads((said / "prediction.json").read_text(encoding="utf-8"))
@@ -219,41 +196,19 @@ def run_aisimulate(venv: Path, path: Path, case: Case) -> Answer:
     process_s = time.perf_counter() - start
     if said["completed_requests"] != case.responses:
         raise SystemExit(f"aisimulate finished {said['completed_requests']} of {case.responses} requests")
-    return Answer(said["duration_ms"] / 1e3, said["wall_time_ms"] / 1e3, process_s)
+    return {"makespan_s": said["duration_ms"] / 1e3, "wall_s": said["wall_time_ms"] / 1e3, "process_s": process_s}
 
 
-def capacity_tokens(venv: Path, path: Path) -> int:
-    """KV-cache tokens of a replica of AISimulate."""
-    said = predicted(venv, path, "--detail", "memory")
-    return int(said["memory_diagnostics"]["aggregated"]["total_kv_size_tokens"])
-
-
-def version(venv: Path) -> str:
-    """AISimulate's."""
-    code = "import importlib.metadata as m; print(m.version('aisimulate'))"
-    return output(venv / "bin" / "python", "-c", code).strip()
-
-
-def output(program: Path, *arguments: str) -> str:
-    """What a program prints."""
-    return subprocess.run([str(program), *arguments], check=True, capture_output=True, text=True).stdout
+def python(venv: Path, *arguments: str) -> str:
+    """What the Python beside AISimulate prints last."""
+    command = [str(venv / "bin" / "python"), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
 
 
 # ---- the page docs/peers.md ---------------------------------------------------------------------------------------
 
 
-class Price(NamedTuple):
-    """Something that both tools put a number to."""
-
-    what: str
-    rlsim: float
-    aisimulate: float
-
-    @property
-    def line(self) -> tuple[str, ...]:
-        """As a row of a table, seconds as milliseconds."""
-        shown = [f"{x * 1e3:.2f}" if x < 1 else f"{x:,.0f}" for x in (self.rlsim, self.aisimulate)]
-        return (self.what, *shown, f"{self.rlsim / self.aisimulate - 1:+.1%}")
+Price = tuple[str, float, float]  # what both tools put a number to: rlsim's and AISimulate's, tokens or seconds
 
 
 def tables(rows: list[dict[str, Any]], variants: Sequence[str], priced: list[Price], peer: str) -> dict[str, str]:
@@ -275,13 +230,17 @@ def tables(rows: list[dict[str, Any]], variants: Sequence[str], priced: list[Pri
         difference = f"{ours['makespan_s'] / makespan - 1:+.1%}"
         spans.append((case, one_digit(makespan), one_digit(ours["makespan_s"]), difference, *map(one_digit, said)))
     span_head = ("makespan, s", "AISimulate", "rlsim", "difference", *(name.removeprefix("rlsim, ") for name in others))
+    shown = [
+        (what, *(f"{x * 1e3:.2f}" if x < 1 else f"{x:,.0f}" for x in both), f"{both[0] / both[1] - 1:+.1%}")
+        for what, *both in priced
+    ]
     where = (
         f"Measured {datetime.now(UTC).date().isoformat()} on a machine with {os.cpu_count()} CPU cores: rlsim "
         f"{__version__} under Python {sys.version_info.major}.{sys.version_info.minor}, AISimulate {peer}."
     )
     return {
         "makespans": f"{where}\n\n{markdown(span_head, spans)}",
-        "prices": markdown(("ms", "rlsim", "AISimulate", "difference"), [price.line for price in priced]),
+        "prices": markdown(("ms", "rlsim", "AISimulate", "difference"), shown),
         "times": markdown(time_head, times),
     }
 
@@ -294,17 +253,16 @@ def measure(venv: Path, cases: Iterable[Case], folder: Path, repeats: int) -> li
     rows = []
     for case in cases:
         path = folder / "rollout.jsonl"
-        write_requests(path, draw(case.responses))
+        write_requests(path, case.responses)
         answers: dict[str, list[Answer]] = {}
         for turn in range(repeats):
             answers.setdefault("aisimulate", []).append(run_aisimulate(venv, path, case))
             for variant in variants() if turn == 0 else ["rlsim"]:
                 answers.setdefault(variant, []).append(run_rlsim(path, case, variant))
         for tool, said in answers.items():
-            row = {"case": case.name, "tool": tool, "makespan_s": round(said[0].makespan_s, 3)}
+            row = {"case": case.name, "tool": tool, "makespan_s": round(said[0]["makespan_s"], 3)}
             for what in ("wall_s", "again_s", "process_s"):
-                values = [getattr(one, what) for one in said]
-                row[what] = None if None in values else round(min(values), 5)
+                row[what] = round(min(one[what] for one in said), 5) if what in said[0] else None
             print(row, flush=True)
             rows.append(row)
     return rows
@@ -315,19 +273,18 @@ def prices(venv: Path, capacity: int) -> list[Price]:
     costs = costs_of(kernels_only(load_calibration("h200-vllm")))
     here = costs.step(1)
     script = str(Path(__file__).with_name("aisimulate_steps.py"))
-    there = json.loads(output(venv / "bin" / "python", script, json.dumps(STEPS)).splitlines()[-1])
-    found = []
+    there = json.loads(python(venv, script, json.dumps(STEPS)))
+    found: list[Price] = []
     for (batch, context), other in zip(STEPS["decode"], there["decode"], strict=True):
         what = f"decode, batch {batch}, context {context:,}"
-        found.append(Price(what, here.decode(batch).step_s(batch * context), other))
+        found.append((what, here.decode(batch).step_s(batch * context), other))
     for (batch, tokens), other in zip(STEPS["prefill"], there["prefill"], strict=True):
-        found.append(Price(f"prefill, {batch} × {tokens} tokens", here.prefill_s([Chunk(tokens, 0)] * batch), other))
+        found.append((f"prefill, {batch} × {tokens} tokens", here.prefill_s([Chunk(tokens, 0)] * batch), other))
     for (batch, context), kinds in zip(STEPS["kinds"], there["kinds"], strict=True):
         ours = here.breakdown(batch, batch * context)
         for kind, other in kinds.items():
-            found.append(Price(f"{kind} of batch {batch}, context {context:,}", ours[kind], other))
-    tokens = costs.capacity_pages(1) * ENGINE.page_tokens
-    return [*found, Price("KV cache of a replica, tokens", tokens, capacity)]
+            found.append((f"{kind} of batch {batch}, context {context:,}", ours[kind], other))
+    return [*found, ("KV cache of a replica, tokens", costs.capacity_pages(1) * ENGINE.page_tokens, capacity)]
 
 
 def main() -> None:
@@ -350,8 +307,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         cases, repeats = (QUICK, 1) if arguments.quick else (CASES, arguments.repeats)
         rows = measure(venv.absolute(), cases, Path(scratch), repeats)
-        capacity = capacity_tokens(venv.absolute(), Path(scratch) / "rollout.jsonl")
-    parts = tables(rows, list(variants()), prices(venv.absolute(), capacity), version(venv))
+        said = predicted(venv.absolute(), Path(scratch) / "rollout.jsonl", "--detail", "memory")
+    capacity = int(said["memory_diagnostics"]["aggregated"]["total_kv_size_tokens"])
+    peer = python(venv, "-c", "import importlib.metadata as m; print(m.version('aisimulate'))")
+    parts = tables(rows, list(variants()), prices(venv.absolute(), capacity), peer)
     print("\n\n".join(parts.values()))
     if arguments.page:
         text = arguments.page.read_text(encoding="utf-8")

@@ -39,12 +39,6 @@ def problem_of(changes: dict[str, Any]) -> Problem:
     return PlanSpace(Simulator(LoadedExperiment.of(experiment, folder)).placed()).problem
 
 
-def searches(problem: Problem, seconds: float) -> Iterator[Found]:
-    """What each method finds."""
-    for method in ("descent", "mcmc"):
-        yield find_best([problem], method, Budget(seconds=seconds), seed=0)[1]
-
-
 def rows(setting: str, found: list[Found]) -> Iterator[dict[str, Any]]:
     """One row per method."""
     best = min(one.cost_s for one in found)
@@ -79,7 +73,8 @@ def main() -> None:
         problem = problem_of(changes)
         built_s = time.perf_counter() - start
         print(f"{setting}: {problem.space:.3g} plans, costs of all options in {built_s:.1f} s", file=sys.stderr)
-        found = list(searches(problem, seconds))
+        budget = Budget(seconds=seconds)
+        found = [find_best([problem], method, budget, seed=0)[1] for method in ("descent", "mcmc")]
         table += rows(setting, found)
         for row in table[-len(found) :]:
             marks = ["never" if row[k] is None else f"{row[k]:.2f} s" for k in ("time_to_5pct_s", "time_to_1pct_s")]
