@@ -46,7 +46,6 @@ MIDDLE_BATCH = 16
 SMALLEST_BATCH, LARGEST_BATCH = 1, 128
 
 Part = Literal["rollout", "tilt", "inference", "train", "sync", "family"]
-_PARTS: tuple[Part, ...] = get_args(Part)
 
 
 @dataclass(frozen=True)
@@ -80,9 +79,9 @@ class Draw:
 
     def iteration(self, tp: int, sequences: int) -> float:
         """How many times as long as calibrated an iteration of so many sequences takes at a TP."""
-        family, level, tilt = self._normal("family"), self._normal("rollout", tp), self._normal("tilt", tp)
+        number, errors = self.number, self.errors
+        family, level, tilt = _normal(number, "family"), _normal(number, "rollout", tp), _normal(number, "tilt", tp)
         doublings = math.log2(min(max(sequences, SMALLEST_BATCH), LARGEST_BATCH) / MIDDLE_BATCH)
-        errors = self.errors
         return math.exp(family * errors.family + level * errors.rollout + tilt * errors.tilt * doublings)
 
     def of_level(self) -> Draw:
@@ -92,16 +91,13 @@ class Draw:
 
     def call(self, kind: Literal["inference", "train"]) -> float:
         """How many times as long as calibrated the computation of inference or training calls takes."""
-        return math.exp(self._normal(kind) * self.errors.calls)
+        return math.exp(_normal(self.number, kind) * self.errors.calls)
 
     def sync(self) -> float:
         """How many times as long as calibrated a weight sync into an engine takes."""
-        return math.exp(self._normal("sync") * self.errors.sync)
-
-    def _normal(self, part: Part, tp: int = 0) -> float:
-        return _normal(self.number, _PARTS.index(part), tp) if self.number else 0.0
+        return math.exp(_normal(self.number, "sync") * self.errors.sync)
 
 
 @cache
-def _normal(number: int, part: int, tp: int) -> float:
-    return float(np.random.default_rng([number, part, tp]).standard_normal())
+def _normal(number: int, part: Part, tp: int = 0) -> float:
+    return float(np.random.default_rng([number, get_args(Part).index(part), tp]).standard_normal()) if number else 0.0

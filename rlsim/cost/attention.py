@@ -232,14 +232,10 @@ class SparseLatent(Latent):
     ) -> None:
         super().__init__(operators, attention, heads, fit)
         assert attention.index is not None
-        assert fit is not None
         self._index, self.window_tokens = attention.index, attention.index.topk
-        self._made_flop = 2.0 * self._heads * self._made * attention.kv_rank
-        self._flop = 2.0 * self._heads * (attention.head_elements + attention.kv_rank)
-        read_bytes = attention.head_elements * KV_BYTES[fit.kv_precision]
-        ref = operators.reference
-        flop = 2.0 * padded_heads(self._heads) * (attention.head_elements + attention.kv_rank)
-        self._least_s = max(read_bytes / ref.memory_bytes_per_s, flop / ref.bf16_flop_per_s)
+        self._made_flop = 2.0 * self._heads * self._made * self._rank
+        self._flop = 2.0 * self._heads * (self._cached + self._rank)
+        self._least_s = max(map(float, self.decode_work(1, 1.0).resources.values()))
 
     @property
     def parts(self) -> tuple[LayerAttention, ...]:
@@ -294,12 +290,8 @@ class SparseIndex(LayerAttention):
 
     def __init__(self, operators: Operators, index: Index, latent: SparseLatent) -> None:
         super().__init__(operators)
-        self._index, self._latent = index, latent
-
-    @property
-    def _pair_s(self) -> float:
-        ref = self._operators.reference
-        return 2.0 * self._index.heads * self._index.head_dim / (ref.fp8_flop_per_s or ref.bf16_flop_per_s)
+        self._index, self._latent, ref = index, latent, operators.reference
+        self._pair_s = 2.0 * index.heads * index.head_dim / (ref.fp8_flop_per_s or ref.bf16_flop_per_s)
 
     def _curve(self, batch: int, queries: int = 1) -> DecodeCurve:
         read_s = (self._index.key_bytes + 8 * queries) / self._operators.reference.memory_bytes_per_s

@@ -32,12 +32,10 @@ class _Curve:
     """One fitted collective: log-log linear between knots, flat below, proportional above."""
 
     def __init__(self, fit: CollectiveFit, stretch: float) -> None:
-        self._x = [log(size) for size in fit.message_bytes]
-        self._y = [log(time) for time in fit.time_s]
+        base, times = fit.time_s[0], fit.time_s
         # A slower link stretches the time above that of a tiny message, not the latency itself.
-        if stretch != 1.0:
-            base = fit.time_s[0]
-            self._y = [log(base + (time - base) * stretch) for time in fit.time_s]
+        stretched = times if stretch == 1.0 else [base + (time - base) * stretch for time in times]
+        self._x, self._y = list(map(log, fit.message_bytes)), list(map(log, stretched))
 
     def measured(self, size: float) -> bool:
         """Whether messages of so many bytes lie within what was measured; rounding aside."""
@@ -162,8 +160,8 @@ class Collectives:
             return curves[counts[0]](size)
         if gpus > counts[-1]:
             # Latency as through a tree, by log2 of the GPUs; the rest by what a link of a ring carries: (n − 1) / n.
-            last, high = counts[-1], counts[-1]
-            latency, rest = curves[last](0.0), curves[last](size) - curves[last](0.0)
+            high = counts[-1]
+            latency, rest = curves[high](0.0), curves[high](size) - curves[high](0.0)
             factor = ((gpus - 1) / gpus) / ((high - 1) / high)
             return latency * log2(gpus) / log2(high) + rest * factor
         i = bisect_right(counts, gpus) - 1
