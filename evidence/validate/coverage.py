@@ -17,9 +17,8 @@ from pydantic import Field
 from scipy.special import stdtrit
 
 from evidence.validate.rows import Row, markdown
-from rlsim.base.schema import load
+from rlsim.base.schema import Schema, load
 from rlsim.cost.assumed import MIDDLE_BATCH
-from rlsim.cost.fits import Fitted
 from rlsim.cost.flops import Floats
 
 CONFIDENCE = 0.9
@@ -136,7 +135,7 @@ def quantile(settings: int) -> float:
     return float(stdtrit(settings, 0.5 + CONFIDENCE / 2))
 
 
-class LeftOutCalls(Fitted):
+class LeftOutCalls(Schema):
     """Runs that were left out of a fit together."""
 
     runs: tuple[str, ...]
@@ -148,7 +147,7 @@ class LeftOutCalls(Fitted):
         return ", ".join(self.runs)
 
 
-class TransferCalls(Fitted):
+class TransferCalls(Schema):
     """The errors, and where they come from."""
 
     date: str

@@ -42,10 +42,9 @@ from evidence.validate.serving import (
     run_rows,
     simulate,
 )
-from rlsim.base.schema import load
+from rlsim.base.schema import Schema, load
 from rlsim.cost.assumed import MEASURED
 from rlsim.cost.calibration import Engine, FrontEndFit, HostFit, load_calibration
-from rlsim.cost.fits import Fitted
 from rlsim.errors import CapacityError
 
 #: Rounds of requests that are simulated where lengths differ. Those of equal lengths stay in step for long: all run.
@@ -60,7 +59,7 @@ FITS = Path(__file__).with_name("transfer_fits.yaml")
 WHOLE = ""  # the left-out setting or term of a fit that leaves out none
 
 
-class SettingFit(Fitted):
+class SettingFit(Schema):
     """Host time and front end of an engine, fitted to its runs but those of one setting."""
 
     engine: Engine
@@ -71,7 +70,7 @@ class SettingFit(Fitted):
     intervals: dict[str, tuple[float, float]] = Field(default={}, description="95% interval of what is fitted, by name")
 
 
-class TransferFits(Fitted):
+class TransferFits(Schema):
     """The fits, and where they come from."""
 
     date: str

@@ -13,7 +13,7 @@ from types import CodeType
 from typing import Any
 
 from rlsim.base.reading import shipped
-from rlsim.errors import ConfigError, unknown_name
+from rlsim.errors import ConfigError, nearest, unknown_name
 
 #: Functions that expressions of tables may call.
 FUNCTIONS = {
@@ -26,7 +26,9 @@ FUNCTIONS = {
     "len": len,
     "max": max,
     "min": min,
+    "nearest": nearest,
     "next": next,
+    "prod": math.prod,
     "set": set,
     "sorted": sorted,
     "str": str,

@@ -14,10 +14,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, get_args
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr
 
 from rlsim.base import catalogue
 from rlsim.base.reading import shipped
+from rlsim.base.refusals import refuse
 from rlsim.base.schema import Schema, load
 from rlsim.cost.assumed import PLAIN_COSTS, AssumedCosts, Draw
 from rlsim.cost.engine_memory import EngineMemory, engine_memory_of
@@ -27,7 +28,6 @@ from rlsim.cost.fits import (
     Count,
     Derived,
     Factor,
-    Fitted,
     KernelSeconds,
     OperatorFits,
     Share,
@@ -70,7 +70,7 @@ class Provenance(Schema):
     notes: tuple[str, ...] = ()  # what is derived or assumed rather than measured
 
 
-class Reference(Fitted):
+class Reference(Schema):
     """Data-sheet figures that the efficiencies are relative to."""
 
     bf16_flop_per_s: PeakRate  # peak dense bf16 rate
@@ -93,7 +93,7 @@ class Reference(Fitted):
         return self.bf16_flop_per_s / self.memory_bytes_per_s
 
 
-class HostFit(Fitted):
+class HostFit(Schema):
     """The host's time per engine step, and whatever else a step takes that is in no kernel of the tables."""
 
     step_s: KernelSeconds  # per step
@@ -113,7 +113,7 @@ class HostFit(Fitted):
         return self.model_copy(update={"sequence_s": 0.0, "prefill_s": 0.0, "behind_server": False, "source": said})
 
 
-class EagerFit(Fitted):
+class EagerFit(Schema):
     """The host's time to launch what an iteration runs, where no CUDA graph was captured."""
 
     layer_s: KernelSeconds  # per transformer layer
@@ -134,7 +134,7 @@ EAGER = EagerFit(
 )
 
 
-class FrontEndFit(Fitted):
+class FrontEndFit(Schema):
     """What stands between the client of a serving benchmark and the engine; a rollout has neither.
 
     One thread does the server's work outside the engine. Tokens are handed on as they come; new requests wait until the
@@ -150,7 +150,7 @@ class FrontEndFit(Fitted):
     source: str = "none"  # what it is fitted to
 
 
-class RuntimeFit(Fitted):
+class RuntimeFit(Schema):
     """What changing the parallel layout costs besides moving bytes."""
 
     graph_capture_s: LongSeconds  # capture of one batch size's CUDA graph
@@ -167,7 +167,7 @@ class RuntimeFit(Fitted):
     source: str
 
 
-class TrainingFit(Fitted):
+class TrainingFit(Schema):
     """Training efficiency, fitted elsewhere (see its source)."""
 
     flop_efficiency: dict[str, Share]  # framework -> share of peak bf16 FLOP/s in linear layers
@@ -179,7 +179,7 @@ class TrainingFit(Fitted):
     source: str
 
 
-class Residual(Fitted):
+class Residual(Schema):
     """How far a fit is off on shapes it has not seen: absolute relative errors, and the shapes' ranges."""
 
     count: int = Field(ge=0)
@@ -195,7 +195,7 @@ class Residual(Fitted):
 DECODE_AXES, PREFILL_AXES = ("batch", "context"), ("tokens",)
 
 
-class EngineFit(Fitted):
+class EngineFit(Schema):
     """A whole engine's iterations of one model at one TP: how many times as long as this calibration says they take
     by kernels and host time.
 
@@ -212,13 +212,6 @@ class EngineFit(Fitted):
     decode: Correction  # over DECODE_AXES, of iterations that only decode
     prefill: Correction | None = None  # over PREFILL_AXES, of the others
     source: str  # what it is fitted to
-
-    @model_validator(mode="after")
-    def _axes(self) -> Self:
-        for table, axes in ((self.decode, DECODE_AXES), (self.prefill, PREFILL_AXES)):
-            if table is not None and tuple(table.axes) != axes:
-                raise ValueError(f"a table of iterations is over {', '.join(axes)}")
-        return self
 
     def of(self, model: Model) -> bool:
         """Whether it is this model's, in these precisions."""
@@ -243,7 +236,7 @@ LENT = {
 }
 
 
-class Calibration(Fitted):
+class Calibration(Schema):
     """Everything that is fitted for one GPU under one engine."""
 
     name: str
@@ -331,9 +324,7 @@ class Calibration(Fitted):
         if backend is None:
             return self
         fits, known = self.operators, self.operators.other_experts
-        if backend not in known:
-            choice = f"one of: {', '.join(known)}" if known else "none beside the engine's own choice, so leave it out"
-            raise CalibrationError(f"engine.moe_backend: calibration {self.name} has no {backend!r}; {choice}")
+        refuse("experts' kernel", CalibrationError, backend=backend, calibration=self.name, known=known)
         update = {name: {**getattr(fits, name), **known[backend]} for name in ("experts", "parallel_experts")}
         return self.model_copy(update={"operators": fits.model_copy(update=update)})
 
@@ -372,16 +363,10 @@ class Calibration(Fitted):
     ) -> None:
         """Raises `CalibrationError` for a precision that the GPU has no tensor cores for, or that was not measured."""
         known = [one for one in self.operators.gemms if peak_flop_per_s(self.reference, one)]
-        if precision not in known:
-            cores = "" if peak_flop_per_s(self.reference, precision) else f"{self.gpu} has no tensor cores for it; "
-            raise CalibrationError(
-                f"precision {precision}: {cores}calibration {self.name} has matrix products in {', '.join(known)}"
-            )
-        kind, slot = ("latent ", "latent_attention_fp8") if latent else ("", "decode_attention_fp8")
-        if kv_precision == "fp8" and getattr(self.operators, slot) is None:
-            raise CalibrationError(
-                f"kv_precision fp8: calibration {self.name} has {kind}attention on a KV cache of bf16 only"
-            )
+        cores, fits = bool(peak_flop_per_s(self.reference, precision)), self.operators
+        on_fp8 = fits.latent_attention_fp8 if latent else fits.decode_attention_fp8
+        lacks_kv, own = kv_precision == "fp8" and on_fp8 is None, {"calibration": self, "known": known, "cores": cores}
+        refuse("precision", CalibrationError, precision=precision, latent=latent, lacks_kv=lacks_kv, **own)
 
     def known(self, model: Model, tp: int | None = None) -> Known:
         """What whole iterations tell of `model` at `tp`; None: at a degree that none was measured at."""

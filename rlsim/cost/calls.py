@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
 
+from rlsim.base.refusals import refuse
 from rlsim.cost.calibration import Calibration
 from rlsim.cost.collectives import Collectives
 from rlsim.cost.layout import PLAIN, ReplicaLayout
@@ -23,7 +24,6 @@ from rlsim.cost.strategy import (
 )
 from rlsim.cost.train import TrainCost
 from rlsim.cost.weight_sync import SyncMethod, WeightSync
-from rlsim.errors import ConfigError
 from rlsim.models.hardware import Cluster
 from rlsim.models.layers import Experts, Layer, Linear
 from rlsim.models.model import Model
@@ -52,10 +52,7 @@ class CallCosts:
         replica: ReplicaLayout = PLAIN,
     ) -> None:
         known = calibration.training.flop_efficiency
-        if backend not in known:
-            raise ConfigError(
-                f"calibration {calibration.name} has no training backend {backend!r}; it has: {', '.join(known)}"
-            )
+        refuse("training backend", backend=backend, calibration=calibration.name, known=known)
         self.models, self.cluster, self._backend = models, cluster, backend
         self.collectives = Collectives(calibration.collectives, calibration.reference, cluster)
         launches = calibration.costs.expert_launch

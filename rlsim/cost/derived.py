@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rlsim.base.refusals import refuse
 from rlsim.cost.calibration import DECODE_AXES, PREFILL_AXES, EngineFit, HostFit
 from rlsim.cost.collectives import CollectiveTime
 from rlsim.cost.curve import DecodeCurve, InWindows, at_least, longer, times
@@ -15,7 +16,6 @@ from rlsim.cost.fits import Correction
 from rlsim.cost.kernel import Surface
 from rlsim.cost.micro_batches import pack
 from rlsim.cost.step import Chunk, Conditions, Lookups, StepCost
-from rlsim.errors import ConfigError
 
 
 class Change(NamedTuple):
@@ -228,8 +228,7 @@ class Pipelined(StepCost):
         boundaries: Boundaries,
         host: HostTime,
     ) -> None:
-        if not 1 <= pp <= layers:
-            raise ConfigError(f"PP {pp} does not go with {layers} layers")
+        refuse("pipeline stages", pp=pp, layers=layers)
         self.tp, self.pp, self.skew, self.kv = kernels.tp, pp, kernels.skew, kernels.kv
         self._kernels = kernels
         self._share = math.ceil(layers / pp) / layers

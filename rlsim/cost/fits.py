@@ -1,18 +1,18 @@
 """What a calibration says of kernels and collectives: the formulas' constants, each a record.
 
-The formulas themselves are in `cost.roofline` and its neighbours. A number that cannot be meant is refused here.
+The formulas themselves are in `cost.roofline` and its neighbours. A number that cannot be meant is refused here, and
+a record that contradicts itself by a row of `rlsim/data/refusals.yaml`.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
-from itertools import pairwise
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from rlsim.base.schema import Schema
 from rlsim.cost.tables import IN_CSV
@@ -31,19 +31,7 @@ Amount = Annotated[float, Field(gt=0, le=1e15)]
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
-class Fitted(Schema):
-    """A record of finite numbers."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
-
-
-def ascend(knots: Sequence[float], what: str) -> None:
-    """Raises `ValueError` unless the knots ascend."""
-    if any(high <= low for low, high in pairwise(knots)):
-        raise ValueError(f"{what} must ascend")
-
-
-class Correction(Fitted):
+class Correction(Schema):
     """A factor on a formula: multilinear in the logarithms of the axes and the factor, constant beyond them.
 
     What the formula's few constants leave over, smoothed on a coarse grid. Between and beyond the knots the formula
@@ -60,15 +48,6 @@ class Correction(Fitted):
             raise ValueError("the CSV file beside has no such table")
         return data
 
-    @model_validator(mode="after")
-    def _grid(self) -> Self:
-        for name, knots in self.axes.items():
-            ascend(knots, f"the knots of {name}")
-        size = math.prod(map(len, self.axes.values()))
-        if not size or len(self.factor) != size:
-            raise ValueError(f"factor must hold {size} positive numbers, one for each combination of knots")
-        return self
-
     @cached_property
     def logarithms(self) -> tuple[list[list[float]], list[Any]]:
         """Those of the knots by axis, and of the factor as lists within lists, one level for each axis."""
@@ -79,7 +58,7 @@ class Correction(Fitted):
         return axes, values
 
 
-class KernelFit(Fitted):
+class KernelFit(Schema):
     """`launch + roofline(work) · table(shape)` (`cost.kernel`): the one form of all kernels."""
 
     kernel: str = ""  # the kernel that was measured, where an engine has several
@@ -90,7 +69,7 @@ class KernelFit(Fitted):
     table: Correction | None = None  # measured over roofline, by shape
 
 
-class Tile(Fitted):
+class Tile(Schema):
     """One block shape that a GEMM kernel may use: the tile of the output that a thread block works on."""
 
     m: Count
@@ -113,7 +92,7 @@ class ProductFit(KernelFit):
     wave_rounding: float = Field(default=1.0, ge=0, le=1)  # 1: a started wave costs a whole one; 0: its share
 
 
-class AttentionFit(Fitted):
+class AttentionFit(Schema):
     """Attention with grouped queries, of decode or of prompts, on one kind of KV cache (`cost.operators`)."""
 
     kv_precision: KvPrecision = "bf16"
@@ -124,7 +103,7 @@ class AttentionFit(Fitted):
     skew: Annotated[float, Field(ge=0, le=1)] = 0.0  # share of the padding of unequal contexts that decode pays for
 
 
-class LatentAttentionFit(Fitted):
+class LatentAttentionFit(Schema):
     """Latent attention (MLA) beside its products with the model's weights (`cost.attention`)."""
 
     kv_precision: KvPrecision = "bf16"
@@ -150,7 +129,7 @@ class ExpertsFit(KernelFit):
     tuned: tuple[tuple[Count, Count], ...] = ()
 
 
-class OperatorFits(Fitted):
+class OperatorFits(Schema):
     """One record per kind of kernel. The LM head is a GEMM.
 
     `experts` are measured mixtures, by precision; where there are none others are lent (`Calibration.lent`).
@@ -171,52 +150,30 @@ class OperatorFits(Fitted):
     # by kernels that the engine takes when it is told to (`engine.moe_backend`)
     other_experts: dict[str, dict[Precision, ExpertsFit]] = Field(default={})
 
-    @model_validator(mode="after")
-    def _one_of_each(self) -> Self:
-        if self.gemm.precision != "bf16" or len(self.gemms) <= len(self.quantised_gemm):
-            raise ValueError("gemm must be of bf16, and quantised_gemm have one fit for each other precision")
-        caches = [fit.kv_precision for fit in (self.decode_attention, self.prefill_attention)]
-        fp8 = [fit and fit.kv_precision for fit in (self.decode_attention_fp8, self.prefill_attention_fp8)]
-        if caches != ["bf16", "bf16"] or fp8 not in ([None, None], ["fp8", "fp8"]):
-            raise ValueError("attention must be of a bf16 KV cache, …_attention_fp8 both of an fp8 one, or missing")
-        latent = {"bf16": self.latent_attention, "fp8": self.latent_attention_fp8}
-        if any(fit is not None and fit.kv_precision != kv for kv, fit in latent.items()):
-            raise ValueError("latent_attention must be of a bf16 KV cache, latent_attention_fp8 of an fp8 one")
-        return self
-
     @property
     def gemms(self) -> dict[Precision, ProductFit]:
         """Matrix products by precision."""
         return {fit.precision: fit for fit in (self.gemm, *self.quantised_gemm)}
 
 
-class CollectiveFit(Fitted):
+class CollectiveFit(Schema):
     """Time of one collective, linear in log-log between knots; flat below, proportional to the bytes above."""
 
     message_bytes: tuple[Annotated[Bytes, Field(gt=0, le=1e15)], ...] = Field(min_length=2)  # ascending
     time_s: tuple[StepSeconds, ...]  # not falling
 
-    @model_validator(mode="after")
-    def _knots(self) -> Self:
-        if len(self.message_bytes) != len(self.time_s):
-            raise ValueError("message_bytes and time_s must have the same length")
-        ascend(self.message_bytes, "message_bytes")
-        if list(self.time_s) != sorted(self.time_s):
-            raise ValueError("time_s must not fall")
-        return self
-
 
 Gpus = Annotated[int, Field(ge=2, le=1_000_000)]
 
 
-class ExchangeFit(Fitted):
+class ExchangeFit(Schema):
     """DeepEP's dispatch and combine together, by the bytes (bf16) that a GPU's tokens make, once for each copy."""
 
     low_latency: CollectiveFit  # kernels of decode steps; a copy for each expert of a token
     normal: CollectiveFit  # kernels of prefills; a copy for each GPU that a token reaches
 
 
-class AcrossFit(Fitted):
+class AcrossFit(Schema):
     """Collectives across nodes: `L (1 + x + ramp x^power)`, where `L` is the time of an empty message and `x` that of
     the bytes at full rate over `L`. A hop takes the link's latency and what is said here (`cost.collectives`)."""
 
@@ -245,7 +202,7 @@ ACROSS = AcrossFit(
 )
 
 
-class CollectiveFits(Fitted):
+class CollectiveFits(Schema):
     """Collectives inside a node by operation and GPUs, and how they go on across nodes."""
 
     nccl: dict[Operation, dict[Gpus, CollectiveFit]]  # operation -> GPUs -> fit

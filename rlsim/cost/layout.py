@@ -12,6 +12,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from rlsim.base.refusals import refuse
 from rlsim.cost.flops import Floats
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import ConfigError
@@ -171,15 +172,8 @@ class ReplicaLayout:
 
     def check(self, model: Model, gpus: int) -> None:
         """Raises `ConfigError` if the model cannot be split that way over so many GPUs."""
-        for name, degree in (("ep", self.ep), ("data_parallel_attention", self.attention_dp)):
-            if gpus < 1 or gpus % degree:
-                raise ConfigError(f"engine.{name} {degree} does not divide the {gpus} GPUs of a replica")
         counts = {layer.mlp.experts for layer in model.groups if isinstance(layer.mlp, Experts)}
-        if self.ep > 1 and not counts:
-            raise ConfigError(f"engine.ep {self.ep}: {model.name} has no experts")
-        for count in counts:
-            if count % self.ep:
-                raise ConfigError(f"engine.ep {self.ep} does not divide the {count} experts of {model.name}")
+        refuse("layout of a replica", layout=self, model=model.name, gpus=gpus, counts=counts)
         model.check_tp(self.attention_tp(gpus), self.expert_tp(gpus))
 
 

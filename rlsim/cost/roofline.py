@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
+from rlsim.base.refusals import refuse
 from rlsim.cost.assumed import Draw
 from rlsim.cost.attention import LayerAttention, layer_attention
 from rlsim.cost.calibration import Calibration, Known, load_calibration
@@ -21,7 +22,7 @@ from rlsim.cost.memory import BF16, kv_shape
 from rlsim.cost.micro_batches import pack
 from rlsim.cost.operators import Operators
 from rlsim.cost.step import Chunk, Lookups, StepCost
-from rlsim.errors import CalibrationError, CapacityError, ConfigError
+from rlsim.errors import CalibrationError, CapacityError
 from rlsim.models.hardware import Cluster
 from rlsim.models.layers import Experts, LatentAttention
 
@@ -83,13 +84,8 @@ class RooflineStep(StepCost):
     ) -> None:
         layout.check(model, tp)
         per_domain = cluster.domain_gpus
-        if tp > cluster.gpus:
-            raise CapacityError(f"TP {tp} exceeds the {cluster.gpus} GPUs of cluster {cluster.name!r}")
-        if tp > per_domain and tp % per_domain:
-            raise ConfigError(
-                f"TP {tp} is not a multiple of the {per_domain} GPUs that {cluster.intra.name} joins in cluster "
-                f"{cluster.name!r}"
-            )
+        refuse("TP beyond a cluster", CapacityError, tp=tp, cluster=cluster)
+        refuse("TP beyond a domain", tp=tp, cluster=cluster)
         self.tp, self.layout, self.queries = tp, layout, queries
         self._domains = max(tp // per_domain, 1)
         self._attention_dp, self._group_tp = layout.attention_dp, layout.attention_tp(tp)
@@ -99,7 +95,7 @@ class RooflineStep(StepCost):
         self.skew = calibration.skew
         self.operators = Operators(calibration.operators, calibration.reference, calibration.residuals)
         self.collectives = Collectives(calibration.collectives, calibration.reference, cluster)
-        self._model = model
+        self._model, self.hidden_size = model, model.hidden_size
         sums = [row for row in calibration.fused("sums", model) if model.hidden_size > row["hidden_above"]]
         self._fused_sum_bytes = max((row["bytes"].get(tp, 0) for row in sums if self._attention_dp == 1), default=0)
         self._fused_shared = {row["experts"] for row in calibration.fused("shared_expert", model) if layout.ep == 1}
@@ -165,7 +161,8 @@ class RooflineStep(StepCost):
         return (
             self._tokens_s(decoded + tokens, self.own(batch) * self.queries + own_tokens)
             + decode_s
-            + self._prefill_attention_s(own)
+            # one alone: the samples of a prompt, each on a replica of its own
+            + (self._alone_s(own[0]) if len(own) == 1 else self._together_s(own))
             + self.head_s(decoded + len(chunks))
         )
 
@@ -199,11 +196,6 @@ class RooflineStep(StepCost):
             "exchange": exchange,
             "head": self.head_s(tokens),
         }
-
-    @property
-    def hidden_size(self) -> int:
-        """Numbers of a token's hidden state."""
-        return self._model.hidden_size
 
     def own(self, count: N) -> N:
         """Sequences, tokens or rows of the group of GPUs that has most."""
@@ -293,11 +285,6 @@ class RooflineStep(StepCost):
             time += self.collectives.time_s("all_gather", logits, self._group_tp, self._group_domains)
         return time
 
-    def _prefill_attention_s(self, chunks: Sequence[Chunk]) -> float:
-        if len(chunks) == 1:  # the samples of a prompt, each on a replica of its own
-            return self._alone_s(chunks[0])
-        return self._together_s(chunks)
-
     def _together_s(self, chunks: Sequence[Chunk]) -> float:
         return sum([count * kind.prefill_s(chunks) for count, kind in self._attentions])
 
@@ -334,19 +321,12 @@ def step_cost(
     """
     if isinstance(calibration, str):
         calibration = load_calibration(calibration)
-    if calibration.gpu != cluster.gpu.name:
-        raise CalibrationError(
-            f"calibration {calibration.name!r} is for GPU {calibration.gpu!r}, "
-            f"cluster {cluster.name!r} has {cluster.gpu.name!r}"
-        )
+    refuse("calibration of a cluster", CalibrationError, calibration=calibration, cluster=cluster)
     known = calibration.known(model, tp if layout.plain and pp == 1 else None) if largest_graph else Known()
     if known.fit is not None:
         calibration = calibration.scheduled(known.fit.overlapped)
     roofline = RooflineStep(model, tp, cluster, calibration, layout, queries)
-    if tp * pp * dp > cluster.gpus:
-        raise CapacityError(
-            f"{dp} replicas at TP {tp}, PP {pp} exceed the {cluster.gpus} GPUs of cluster {cluster.name!r}"
-        )
+    refuse("replicas beyond a cluster", CapacityError, tp=tp, pp=pp, dp=dp, cluster=cluster)
     kernels: StepCost = roofline if drafting is None else drafting(roofline)
     groups, logit_s = layout.attention_dp, sampling_s_per_logit * model.vocab_size
     if logit_s:  # each group of GPUs samples the tokens of its own sequences

@@ -29,7 +29,6 @@ from rlsim.cost.layout import PLAIN, ReplicaLayout
 from rlsim.cost.memory import BF16, kv_page_bytes, rollout_weight_bytes
 from rlsim.cost.roofline import RooflineStep, step_cost
 from rlsim.cost.step import Chunk, Conditions, StepCost
-from rlsim.errors import ConfigError
 from rlsim.models.hardware import Cluster
 from rlsim.models.model import Model
 from rlsim.units import Tokens
@@ -163,11 +162,7 @@ class Drafts:
 
         Raises `ConfigError` if that has another vocabulary, which no engine takes.
         """
-        if draft is not None and draft.vocab_size != model.vocab_size:
-            raise ConfigError(
-                f"engine.speculation.model: {draft.name} has a vocabulary of {draft.vocab_size:,}, {model.name} one of "
-                f"{model.vocab_size:,}: what drafts needs the same"
-            )
+        refuse("draft", draft=draft, model=model)
         return cls(speculation, draft or head_of(model, speculation.method, speculation.draft_vocab_size))
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from rlsim.base.refusals import refuse
 from rlsim.cost.flops import moved_elements
 from rlsim.errors import ConfigError
 from rlsim.models.hardware import Gpu
@@ -189,17 +190,8 @@ class TrainStrategy:
     def check_model(self, model: Model) -> None:
         """Raises `ConfigError` if `model` cannot be cut that way."""
         model.check_tp(self.tp)
-        if self.pp > model.num_hidden_layers:
-            raise ConfigError(f"{model.name}: PP {self.pp} exceeds its {model.num_hidden_layers} layers")
-        for layer in model.groups:
-            if isinstance(layer.mlp, Experts):
-                if layer.mlp.experts % self.ep:
-                    raise ConfigError(f"{model.name}: EP {self.ep} does not divide its {layer.mlp.experts} experts")
-                if layer.mlp.width % self.expert_tp_degree:
-                    raise ConfigError(
-                        f"{model.name}: expert TP {self.expert_tp_degree} does not divide its experts' width of "
-                        f"{layer.mlp.width}"
-                    )
+        mixtures = [layer.mlp for layer in model.groups if isinstance(layer.mlp, Experts)]
+        refuse("strategy of a model", strategy=self, model=model, mixtures=mixtures)
 
 
 # Efficiency -----------------------------------------------------------------------------------------------------------

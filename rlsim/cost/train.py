@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rlsim.base.refusals import refuse
 from rlsim.cost.collectives import CollectiveTime, Groups
 from rlsim.cost.flops import Floats, Reach, attention_work, moved_elements
 from rlsim.cost.layout import Layout
@@ -25,7 +26,6 @@ from rlsim.cost.memory import BF16, FP32, layer_parts, stage_parts
 from rlsim.cost.micro_batches import MicroBatches, MicroBatching
 from rlsim.cost.strategy import TrainEfficiency, TrainStrategy
 from rlsim.cost.transfer import allocated_copy_s, host_copy_s
-from rlsim.errors import ConfigError
 from rlsim.models.hardware import Cluster
 from rlsim.models.layers import Experts, Layer, Recurrent
 from rlsim.models.model import Model
@@ -146,8 +146,7 @@ class TrainCost:
         first_gpu: int = 0,
     ) -> None:
         strategy.check_model(model)
-        if strategy.gpus > cluster.gpus:
-            raise ConfigError(f"training strategy needs {strategy.gpus} GPUs; {cluster.name} has {cluster.gpus}")
+        refuse("strategy of a cluster", strategy=strategy, cluster=cluster)
         self.model, self.cluster, self.strategy, self.efficiency = model, cluster, strategy, efficiency
         self._collectives = collectives
         self._adapters = model.adapters(strategy.lora_rank)
@@ -182,6 +181,9 @@ class TrainCost:
         attention = flops * efficiency.attention_on(self.cluster.gpu, strategy.attention)
         linear_flops, (own, routed) = 2.0 * layer.active_weights, layer_parts(layer, strategy)
         apart: dict[str, Any] = {"blocks": layer.blocks}
+        launch_s = efficiency.expert_launch_s if isinstance(layer.mlp, Experts) else 0.0
+        if strategy.looped_experts and isinstance(layer.mlp, Experts):
+            launch_s = efficiency.looped_expert_s * layer.mlp.experts / strategy.ep
         if strategy.experts_apart and isinstance(layer.mlp, Experts):
             mlp = layer.mlp
             expert_flops = 2.0 * mlp.routed_weights(layer.hidden)
@@ -202,15 +204,9 @@ class TrainCost:
             attention_token_s=work.token_flops / split / attention,
             kv_bytes=work.exchanged * BF16 / strategy.tp,
             parts=(own, *([routed] if routed else [])),
-            launch_s=self._experts_launch_s(layer.mlp.experts) if isinstance(layer.mlp, Experts) else 0.0,
+            launch_s=launch_s,
             **apart,
         )
-
-    def _experts_launch_s(self, experts: int) -> float:
-        """Host seconds of launching the forward pass of a layer with so many experts."""
-        if self.strategy.looped_experts:
-            return self.efficiency.looped_expert_s * experts / self.strategy.ep
-        return self.efficiency.expert_launch_s
 
     def _elementwise_bytes(self, layer: Layer) -> float:
         """Memory traffic per token of a layer's element-wise kernels, fused, forward: `moved_elements`, and of experts
