@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rlsim.base.reading import read_yaml
+from rlsim.base.reading import read_yaml, shipped
+from rlsim.base.refusals import refuse, said
 from rlsim.base.schema import Schema
 from rlsim.calibrate.fit.common import Array, percent
 from rlsim.calibrate.measurements import error_sizes, join, point_rows, residual_of
@@ -101,28 +102,25 @@ def from_run(
         "responses": responses, "cap": cap, "backend": backend, "memory_utilization": memory_utilization,
         "prompt_tokens": prompt_tokens,
     }  # fmt: skip
-    said = arguments_of(experiment) if experiment is not None else {}
-    said |= {key: value for key, value in given.items() if value is not None}
-    if missing := [f"--{key}" for key in ("model", "cluster", "calibration") if key not in said]:
+    asked = arguments_of(experiment) if experiment is not None else {}
+    asked |= {key: value for key, value in given.items() if value is not None}
+    if missing := [f"--{key}" for key in ("model", "cluster", "calibration") if key not in asked]:
         raise CalibrationError(f"{log}: give {', '.join(missing)}, or the experiment of the run (rlsim init)")
-    read, where = read_log(log), said.pop("cluster")
+    read, where = read_log(log), asked.pop("cluster")
     in_file = isinstance(where, str) and where.endswith((".yaml", ".yml"))
     machines = load_cluster(read_yaml(Path(where)), where) if in_file else load_cluster(where)
-    base, shape = carried_to(load_calibration(said.pop("calibration")), machines), load_model(said.pop("model"))
-    if base.gpu != machines.gpu.name:
-        raise CalibrationError(
-            f"calibration {base.name!r} is for GPU {base.gpu!r}, cluster {machines.name!r} has {machines.gpu.name!r}"
-        )
-    read, about_prompts = _with_prompts(read, said.pop("prompt_tokens", None))
+    base, shape = carried_to(load_calibration(asked.pop("calibration")), machines), load_model(asked.pop("model"))
+    refuse("calibration of a cluster", CalibrationError, calibration=base, cluster=machines)
+    read, about_prompts = _with_prompts(read, asked.pop("prompt_tokens", None))
     for metric in _NEEDED:
         read.need(metric)
     settings = settings_of(
         read,
         machines,
-        rollout_tp=said.pop("tp", None),
-        train={**said.pop("train", {}), **(train or {})},
-        engine={**said.pop("engine", {}), **(engine or {})},
-        **said,
+        rollout_tp=asked.pop("tp", None),
+        train={**asked.pop("train", {}), **(train or {})},
+        engine={**asked.pop("engine", {}), **(engine or {})},
+        **asked,
     )
     drafting = ("spec_method", "spec_model", "draft_algorithm", "mtp_rollout")
     if settings.engine.speculation or any(read.config.told(ANYTHING, name) for name in drafting):
@@ -207,18 +205,9 @@ def _usable(log: VerlLog, warmup: int) -> tuple[pd.DataFrame, dict[str, int]]:
     if len(log.steps) > len(trained):
         excluded["without training"] = len(log.steps) - len(trained)
     usable = trained[why == ""]
-    if len(usable) < FEWEST_STEPS:
-        left = ", ".join(f"{count} {reason}" for reason, count in excluded.items()) or "none left out"
-        raise CalibrationError(
-            f"{log.path}: {len(usable)} usable steps of {len(log.steps)} in the log ({left}); at least {FEWEST_STEPS} "
-            "are needed, half of them to fit and half to test"
-        )
-    for metric in ("gen_s", "update_actor_s"):
-        if usable[metric].nunique() == 1:
-            raise CalibrationError(
-                f"{log.path}: {METRICS[metric][0]} is {usable[metric].iloc[0]:g} in all {len(usable)} usable steps: "
-                "these are not timings of separate steps"
-            )
+    one_time = [metric for metric in ("gen_s", "update_actor_s") if usable[metric].nunique() == 1]
+    known = {"one_time": one_time, "metrics": METRICS, "excluded": excluded, "fewest": FEWEST_STEPS}
+    refuse("usable steps", CalibrationError, log=log, usable=usable, **known)
     if len(usable) > MOST_STEPS:
         chosen = np.unique(np.linspace(0, len(usable) - 1, MOST_STEPS).round().astype(int))
         excluded["thinned out"] = len(usable) - len(chosen)
@@ -228,23 +217,10 @@ def _usable(log: VerlLog, warmup: int) -> tuple[pd.DataFrame, dict[str, int]]:
 
 def _odd(run: Run) -> list[str]:
     """Signs that the run was not what rlsim's workflow is: calls one after the other, one turn a response."""
-    steps, notes = run.steps, []
+    steps = run.steps
     calls = steps[["gen_s", "old_log_prob_s", "update_actor_s"]].sum(axis=1)
-    if float((steps.step_s / calls).median()) < 0.95:
-        raise CalibrationError(
-            f"{run.log.path}: timing_s/step is less than gen, old_log_prob and update_actor together: the calls "
-            "overlap, or the times are of different units; only runs whose calls follow each other can be fitted"
-        )
-    if float(steps.turns.median()) > 2.01:
-        notes.append(
-            f"{float(steps.turns.median()):.1f} messages a conversation: gen holds tool or environment time, which the "
-            "fit takes for host time"
-        )
-    if "old_log_prob_s" not in run.logged:
-        notes.append("timing_s/old_log_prob is not logged: the efficiency is fitted to update_actor alone")
-    if steps.reshard_s.notna().any():
-        notes.append("gen_s is timing_s/gen less timing_s/reshard, which it contains")
-    return notes
+    refuse("calls of a run", CalibrationError, path=run.log.path, share=(steps.step_s / calls).median())
+    return said(shipped("says.yaml")["calibrate from-run"], steps=steps, turns=steps.turns.median(), logged=run.logged)
 
 
 # Report --------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 
+from rlsim.base.refusals import refuse
 from rlsim.cost.calibration import Calibration, Engine, Reference, Residual, Source, calibration_names
 from rlsim.cost.operators import gemm_of
 from rlsim.errors import CalibrationError
@@ -61,7 +62,8 @@ class Measurements:
 
     def __post_init__(self) -> None:
         for operator, table in self.tables.items():
-            _check(operator, table)
+            columns = (*KEYS.get(operator, ()), "seconds")
+            refuse("measured table", CalibrationError, operator=operator, table=table, columns=columns, known=KEYS)
 
     def table(self, operator: str) -> pd.DataFrame:
         """The table of `operator`, empty if nothing of it was measured."""
@@ -83,17 +85,6 @@ class Measurements:
                 tables[operator] = rows.groupby(list(KEYS[operator]), as_index=False).median(numeric_only=True)
         notes = tuple(dict.fromkeys(note for part in parts for note in part.notes))
         return Measurements(tables, tuple(source for part in parts for source in part.sources), notes)
-
-
-def _check(operator: str, table: pd.DataFrame) -> None:
-    if operator not in KEYS:
-        raise CalibrationError(f"unknown operator {operator!r}; one of: {', '.join(KEYS)}")
-    missing = [name for name in (*KEYS[operator], "seconds") if name not in table]
-    if missing:
-        raise CalibrationError(f"the {operator} table lacks: {', '.join(missing)}")
-    seconds = table.seconds.to_numpy(float)
-    if not np.all(np.isfinite(seconds) & (seconds > 0.0)):
-        raise CalibrationError(f"the {operator} table has times that are not positive numbers")
 
 
 # The node -------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pandas as pd
 from scipy.interpolate import PchipInterpolator
 from scipy.optimize import least_squares
 
+from rlsim.base.refusals import refuse
 from rlsim.calibrate.fit.common import Array, percent
 from rlsim.cost.calibration import Calibration, HostFit
 from rlsim.cost.calls import CallCosts
@@ -93,13 +94,7 @@ def check_mfu(run: Run) -> tuple[float, list[str]]:
     peak = run.cluster.gpus * run.cluster.gpu.bf16_flop_per_s
     flops = np.array([forward_flops(run.model, batch.total_tokens) for batch in run.batches])
     mfu = float(np.median(3.0 * run.settings.epochs * flops / (run.steps.update_actor_s.to_numpy(float) * peak)))
-    low, high = PLAUSIBLE_MFU
-    if not low <= mfu <= high:
-        hint = "are the times in ms?" if mfu < low else "check the model, the GPUs and the batch"
-        raise CalibrationError(
-            f"{run.log.where(int(run.steps.index[0]))}: updates of {run.steps.update_actor_s.median():g} s are an MFU "
-            f"of {mfu:.2g} for {run.model.name} on {run.cluster.name}, outside {low:g} to {high:g}; {hint}"
-        )
+    refuse("MFU of a run", CalibrationError, run=run, mfu=mfu, plausible=PLAUSIBLE_MFU)
     logged = float(run.steps.mfu_actor.median())
     if logged > 0.0 and not 0.67 < mfu / logged < 1.5:
         return mfu, [
@@ -193,7 +188,8 @@ def fit_host(run: Run, times: RolloutTimes) -> HostTimes:
     if the kernels alone are out of proportion to the logged times.
     """
     base, measured, used = run.base.host.in_rollouts, run.logged["gen_s"], np.asarray(run.used)
-    _check_kernels(run, times.total_s(0.0, 0.0), measured)
+    share, slowest_s = float(np.median(times.total_s(0.0, 0.0) / measured)), float(np.median(measured))
+    refuse("kernels of a run", CalibrationError, run=run, share=share, seconds=slowest_s, plausible=PLAUSIBLE_KERNELS)
     if times.fixed:
         whole = f"{run.base.name} has whole iterations of {run.model.name} at TP{run.settings.rollout_tp}"
         return HostTimes(base.step_s, base.sequence_s, f"not fitted: {whole}, host time included", kept=True)
@@ -242,16 +238,6 @@ def doubts(base: Calibration, found: HostTimes) -> list[str]:
         "of weights), or the GPU, its kernels or the lengths are not the run's; the fit holds for this batch size alone"
     )
     return [f"{' and '.join(far)}: {why}"] if far else []
-
-
-def _check_kernels(run: Run, kernels_s: Array, measured: Array) -> None:
-    share, (low, high) = float(np.median(kernels_s / measured)), PLAUSIBLE_KERNELS
-    if not low <= share <= high:
-        hint = "are the times in ms?" if share < low else "check the model, the rollout's TP, the batch and the cap"
-        raise CalibrationError(
-            f"{run.log.where(int(run.steps.index[0]))}: rollouts of {float(np.median(measured)):g} s, of which kernels "
-            f"take {share:.2g} times as much; plausible is {low:g} to {high:g}; {hint}"
-        )
 
 
 def _standard_errors(error: Callable[[Array], Array], at: Array) -> Array:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
-from typing import get_args
+from typing import cast, get_args
 
 from rlsim.base.output import check_own_file
+from rlsim.base.refusals import refuse
 from rlsim.calibrate.build import build_calibration
 from rlsim.calibrate.importers import aiconfigurator, nccl_tests
 from rlsim.calibrate.measurements import Measurements, node_of
 from rlsim.calibrate.show import write_chart
 from rlsim.calibrate.write import write_yaml
 from rlsim.cost.calibration import Engine, Reference, carried_to, load_calibration
-from rlsim.errors import CalibrationError, nearest
+from rlsim.errors import CalibrationError
 from rlsim.models.hardware import Cluster, load_gpu
 
 FORMATS = ("aiconfigurator", "nccl-tests")
@@ -39,15 +40,9 @@ def import_calibration(
     `<gpu>-<engine>` by default. Returns the path of the calibration. Raises `CalibrationError` (and `CatalogueError`
     for an unknown GPU or base) with one message; then nothing is written.
     """
-    if format not in FORMATS:
-        raise CalibrationError(f"unknown format {format!r}; {nearest(format, FORMATS)}")
-    known_engine = next((one for one in ENGINES if one == engine), None)
-    if known_engine is None:
-        raise CalibrationError(f"unknown engine {engine!r}; {nearest(engine, ENGINES)}")
-    if not paths:
-        raise CalibrationError(f"no files or folders of {format} given")
-    if not out.is_dir():
-        raise CalibrationError(f"{out}: no such folder to write to")
+    known, given = {"formats": FORMATS, "engines": ENGINES}, {"format": format, "paths": paths, "out": out}
+    refuse("tables to import", CalibrationError, engine=engine, **given, **known)
+    known_engine = cast(Engine, engine)
     node = node_of(load_gpu(gpu).name) if isinstance(gpu, str) else gpu
     stem = name or f"{node.gpu.name}-{known_engine}"
     for suffix in (".yaml", ".html"):

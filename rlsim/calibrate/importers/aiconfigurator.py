@@ -12,6 +12,7 @@ from pathlib import Path
 import pandas as pd
 
 from rlsim.base.reading import read_yaml
+from rlsim.base.refusals import refuse
 from rlsim.calibrate.importers import experts
 from rlsim.calibrate.importers.reading import (
     check_device,
@@ -305,17 +306,8 @@ def _version(folder: Path, backend: str, version: str | None) -> str:
         known |= {*subfolders(folder / family / backend)}
     having = {table: _releases(folder / family / backend, table) for table, family in KERNELS.items()}
     whole = sorted(set.intersection(*map(set, having.values())), key=version_key)
-    ordered = sorted(known, key=version_key)
-    if version is None and not whole:
-        said = ", ".join(ordered)
-        raise CalibrationError(f"{folder}: no version of {backend} has all of {', '.join(KERNELS)}; there are: {said}")
-    if version is not None and version not in known:
-        raise CalibrationError(f"{folder}: no {backend} version {version!r}; {nearest(version, ordered)}")
-    if version is not None and version not in whole:
-        lacking = " and no ".join(table for table in KERNELS if version not in having[table])
-        raise CalibrationError(
-            f"{folder}: {backend} {version} has no {lacking}; complete versions: {', '.join(whole) or 'none'}"
-        )
+    known_as = {"known": sorted(known, key=version_key), "whole": whole, "having": having}
+    refuse("version of tables", CalibrationError, folder=folder, backend=backend, version=version, **known_as)
     return version or whole[-1]
 
 

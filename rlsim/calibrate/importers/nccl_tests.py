@@ -8,12 +8,13 @@ carry the tags that mpirun and srun put before them and between what a process w
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pandas as pd
 
+from rlsim.base.refusals import refuse
 from rlsim.base.tables import number_of
 from rlsim.calibrate.importers.reading import (
     LARGEST,
@@ -39,10 +40,6 @@ USED: dict[str, tuple[str, float | None]] = {
     "broadcast": ("broadcast", None),
     "sendrecv": ("send_recv", None),
 }
-TOLERANCE = 0.05  # between a row's own bandwidth and size / time, both printed rounded
-CLEAR = 0.5  # GB/s from which the printed bandwidths have digits enough for that
-RATIO_TOLERANCE = 0.01  # of busbw / algbw, both of many digits from RATIO_CLEAR GB/s; tells 7 GPUs from 8
-RATIO_CLEAR = 10.0
 
 _TAG = re.compile(r"^\s*(\[\d+,\d+\]<std\w+>:|\d+:(?=\s)|\[[^\]\s]+\](?=\s))\s?")
 _RANK = re.compile(r"#\s+Rank\s+(\d+)\s.*?\son\s+(\S+)\s+device\s+\d+\s+\[[^\]]*\]\s*(.*)")
@@ -127,40 +124,14 @@ def _tests(path: Path) -> Iterator[_Test]:
 def _table(path: Path, test: _Test, gpu: str) -> pd.DataFrame:
     """The rows of one test as op, gpus, bytes, seconds, after every check that the output allows."""
     (op, bus), gpus = USED[test.program], max(len(test.ranks), test.local)
-    if not test.rows:
-        raise CalibrationError(f"{path}: the table of {test.program} has no rows")
-    if len(hosts := {host for host, _ in test.ranks.values()}) > 1:
-        raise CalibrationError(
-            f"{path}: {test.program} ran over {len(hosts)} nodes; a calibration holds collectives inside one. The "
-            "network between nodes is told by the cluster's YAML: inter: {name: …, bytes_per_s: …, latency_s: …}; here "
-            f"the bus bandwidth is {max(row[4] for row in test.rows) * len(hosts) / gpus:.3g} GB/s for each GPU of a "
-            "node"
-        )
+    hosts = len({host for host, _ in test.ranks.values()})
     for _, device in test.ranks.values():
         check_device(path, device, gpu)
-    if gpus < 2:
-        raise CalibrationError(f"{path}: {test.program} ran on {gpus or 'an unknown number of'} GPUs; expected more")
+    refuse("test of nccl-tests", CalibrationError, path=path, test=test, hosts=hosts, gpus=gpus)
     rows = [row for row in test.rows if row[1]]
+    ratio = 1.0 if bus is None else bus * (gpus - 1) / gpus  # of busbw and algbw
     for row in rows:
-        if wrong := _contradiction(row, f"{op} on {gpus} GPUs", 1.0 if bus is None else bus * (gpus - 1) / gpus):
-            raise CalibrationError(f"{path}: line {row[0]}: {wrong}")
+        said = dict(zip(("line", "size", "time_us", "alg", "bus", "wrong"), row, strict=True))
+        refuse("row of nccl-tests", CalibrationError, path=path, what=f"{op} on {gpus} GPUs", ratio=ratio, **said)
     kept = [(op, gpus, size, time_us * US) for _, size, time_us, *_ in rows]
     return pd.DataFrame(kept, columns=["op", "gpus", "bytes", "seconds"])
-
-
-def _contradiction(row: Sequence[float], what: str, ratio: float) -> str:
-    """What a row says against itself, nothing if it is sound; `ratio`: of busbw and algbw of such an operation."""
-    _, size, time_us, alg, bus, wrong = row
-    if time_us == 0:
-        return "a time of 0 us; expected a positive number"
-    if wrong:
-        return f"{wrong:.0f} wrong elements: the run did not compute right"
-    rate = size / time_us / 1e3
-    if max(alg, rate) > CLEAR and abs(alg / rate - 1.0) > TOLERANCE:
-        return (
-            f"{size:.0f} in {time_us:g} is {rate:.3g} GB/s, but the row says {alg:g}: sizes are expected in bytes and "
-            "times in microseconds"
-        )
-    if alg > RATIO_CLEAR and abs(bus / alg / ratio - 1.0) > RATIO_TOLERANCE:
-        return f"busbw / algbw is {bus / alg:.3g}; {what} has {ratio:.3g}"
-    return ""

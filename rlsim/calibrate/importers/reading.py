@@ -12,6 +12,7 @@ import pandas as pd
 from numpy.typing import ArrayLike
 
 from rlsim.base import catalogue
+from rlsim.base.refusals import refuse
 from rlsim.base.tables import csv_errors, floats, read_parquet
 from rlsim.calibrate.measurements import KEYS
 from rlsim.cost.calibration import Reference, Source
@@ -54,10 +55,7 @@ def read_text(path: Path, errors: str = "strict") -> str:
         raise CalibrationError(f"{path}: no such file{'; ' + nearest(path.name, beside) if beside else ''}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise CalibrationError(f"{path}: cannot be read as text: {error}") from None
-    if not text.strip():
-        raise CalibrationError(f"{path}: the file is empty")
-    if text.startswith("version https://git-lfs"):
-        raise CalibrationError(f"{path}: a Git LFS pointer, not the table; run `git lfs pull` where it is from")
+    refuse("text of a file", CalibrationError, path=path, text=text)
     return text
 
 
@@ -76,14 +74,9 @@ def read_table(path: Path, columns: Sequence[str]) -> pd.DataFrame:
             read_text(path)  # missing, empty or a pointer: says which
         table = read_parquet(path, CalibrationError)[0]
     missing = [name for name in columns if name not in table]
-    if missing:
-        found = [str(name) for name in table.columns]
-        raise CalibrationError(f"{path}: no column {missing[0]!r}; {nearest(missing[0], found)}")
-    if table.empty:
-        raise CalibrationError(f"{path}: the table has no rows")
-    for name in columns:
-        if table[name].dtype == object and table[name].map(pd.api.types.is_list_like).any():
-            raise CalibrationError(f"{path}: column {name!r} holds lists; expected one value a row")
+    mixed = [name for name in columns if name in table and table[name].dtype == object]
+    lists = [name for name in mixed if table[name].map(pd.api.types.is_list_like).any()]
+    refuse("table of a file", CalibrationError, path=path, table=table, missing=missing, lists=lists)
     return table
 
 
