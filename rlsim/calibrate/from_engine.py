@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 
 from rlsim.base.reading import shipped
+from rlsim.base.refusals import refuse
 from rlsim.calibrate.fit.common import Array
 from rlsim.calibrate.importers.reading import numbers, read_table, read_text, row_name
 from rlsim.calibrate.measurements import measured_node
@@ -65,26 +66,16 @@ def read_engine_log(path: str | Path) -> EngineLog:
     """
     path = Path(path)
     found = _table(path) if path.suffix in (".csv", ".parquet") else _log(path)
-    if found.rows.empty:
-        why = "".join(f"; {count} lines: {reason}" for reason, count in found.excluded.items())
-        known = "\n  ".join(row["example"] for row, *_ in _FORMS if "kind" in row)
-        raise CalibrationError(
-            f"{path}: no iteration of an engine{why}; expected lines such as\n  {known}\nor a table named .csv with "
-            f"columns {', '.join(COLUMNS)}"
-        )
+    examples = "\n  ".join(row["example"] for row, *_ in _FORMS if "kind" in row)
+    refuse("log of an engine", CalibrationError, path=path, found=found, examples=examples, columns=COLUMNS)
     return found
 
 
 def _table(path: Path) -> EngineLog:
     table = read_table(path, ["seconds"])
-    for name in map(str, table.columns):
-        near = difflib.get_close_matches(name.lower(), COLUMNS, n=1, cutoff=0.75)
-        if name not in COLUMNS and near:
-            raise CalibrationError(f"{path}: column {name!r}; did you mean {near[0]!r}?")
-    if "batch" in table and ("context_mean" in table) == ("context_total" in table):
-        raise CalibrationError(
-            f"{path}: give either column 'context_mean' (tokens of a sequence) or 'context_total' (of the whole batch)"
-        )
+    others = [name for name in map(str, table.columns) if name not in COLUMNS]
+    near = {name: difflib.get_close_matches(name.lower(), COLUMNS, n=1, cutoff=0.75) for name in others}
+    refuse("table of iterations", CalibrationError, path=path, table=table, near=near)
     names = [name for name in COLUMNS if name in table]
     table = numbers(path, table, names)[names]
     numbers(path, table, ["seconds"], positive=True)
@@ -193,8 +184,7 @@ def from_engine(
         if one is not None and one not in known:
             raise unknown_name(kind, one, known)
     base, read, path = load_calibration(calibration), read_engine_log(log), Path(log)
-    if read.engine not in ("", base.engine):
-        raise CalibrationError(f"{path}: a log of {read.engine}; calibration {base.name} is for {base.engine}")
+    refuse("engine of a log", CalibrationError, path=path, engine=read.engine, calibration=base)
     shape = load_model(model)
     shape = shape.served(
         cast(Precision, precision), cast(KvPrecision, kv_precision), base.window_share(shape.model_type)
@@ -206,11 +196,8 @@ def from_engine(
     if len(rows) < len(read.rows):
         excluded["thinned out"] = len(read.rows) - len(rows)
     rows = _plausible(path, rows, iteration_times(cost, rows), excluded)
-    if (decodes := int((rows.prefill_tokens == 0).sum())) < FEWEST_ROWS:
-        raise CalibrationError(
-            f"{path}: {decodes} iterations that only decode; at least {FEWEST_ROWS} are needed"
-            + "".join(f"; {count} left out: {reason}" for reason, count in excluded.items())
-        )
+    decodes = int((rows.prefill_tokens == 0).sum())
+    refuse("decode steps", CalibrationError, path=path, decodes=decodes, fewest=FEWEST_ROWS, excluded=excluded)
     release = release or read.release
     whence = f"{len(rows)} iterations of {path.name} ({base.engine} {release or 'of a release not said'})"
     fit, shown = fit_iterations(rows, cost, shape, plain, whence)
@@ -233,12 +220,7 @@ def from_engine(
 def _plausible(path: Path, rows: pd.DataFrame, base_s: Array, excluded: dict[str, int]) -> pd.DataFrame:
     """The rows that take a time as such an iteration may; `excluded` gets the others."""
     factor, (low, high) = rows.seconds.to_numpy(float) / base_s, PLAUSIBLE
-    if not low <= (middle := float(np.median(factor))) <= high:
-        hint = "are the times in ms?" if middle > high else "vLLM times no more than a wait under --async-scheduling"
-        raise CalibrationError(
-            f"{path}: iterations take {middle:.2g} times as long as the calibration says; plausible is {low:g} to "
-            f"{high:g}; check the model, the TP and the precision ({hint})"
-        )
+    refuse("times of iterations", CalibrationError, path=path, middle=float(np.median(factor)), low=low, high=high)
     kept = rows[(factor >= low) & (factor <= high)]
     if len(kept) < len(rows):
         excluded["no such iteration takes that time"] = len(rows) - len(kept)

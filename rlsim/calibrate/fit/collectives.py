@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import isotonic_regression, least_squares
 
+from rlsim.base.refusals import refuse
 from rlsim.calibrate.fit.common import FEWEST, Array, Mask, columns_of, rounded
 from rlsim.calibrate.measurements import Fitted, join, point_rows, residual_of
 from rlsim.cost.calibration import Reference
@@ -33,9 +34,7 @@ def kernel_collectives(
     derives for them.
     """
     known = (*FITTED, *DERIVED, CUSTOM)
-    unknown = sorted(set(table.op) - set(known))
-    if unknown:
-        raise CalibrationError(f"the collective table has unknown operations: {', '.join(unknown)}; known: {known}")
+    refuse("operations", CalibrationError, unknown=sorted(set(table.op) - set(known)), known=known)
     curves: dict[str, dict[int, CollectiveFit]] = {CUSTOM: {}}
     parts, few = [], []
     for (op, gpus), rows in table[~table.op.isin(DERIVED)].groupby(["op", "gpus"]):
@@ -48,11 +47,8 @@ def kernel_collectives(
         values, test = _left_out(rows, len(rows) if one_by_one or len(rows) < MANY_SIZES else 3)
         labels = _labels(rows.assign(op=op, gpus=gpus))
         parts.append(point_rows(CUSTOM if op == CUSTOM else "nccl", labels, rows.seconds, values, test))
-    if not parts:
-        found = ", ".join(few) or f"only {', '.join(sorted(set(table.op)))}"
-        raise CalibrationError(
-            f"collective: {found}; at least {FEWEST['collective']} are needed of one of {', '.join(FITTED)}"
-        )
+    about = {"few": few, "ops": sorted(set(table.op)), "fewest": FEWEST["collective"], "fitted": FITTED}
+    refuse("collectives to fit", CalibrationError, parts=parts, **about)
     custom = curves.pop(CUSTOM)
     fits = CollectiveFits(nccl=curves, custom_all_reduce=custom)
     points = join(parts)
