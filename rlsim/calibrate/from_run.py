@@ -104,8 +104,8 @@ def from_run(
     }  # fmt: skip
     asked = arguments_of(experiment) if experiment is not None else {}
     asked |= {key: value for key, value in given.items() if value is not None}
-    if missing := [f"--{key}" for key in ("model", "cluster", "calibration") if key not in asked]:
-        raise CalibrationError(f"{log}: give {', '.join(missing)}, or the experiment of the run (rlsim init)")
+    missing = [f"--{key}" for key in ("model", "cluster", "calibration") if key not in asked]
+    refuse("arguments of a run", CalibrationError, log=log, missing=missing)
     read, where = read_log(log), asked.pop("cluster")
     in_file = isinstance(where, str) and where.endswith((".yaml", ".yml"))
     machines = load_cluster(read_yaml(Path(where)), where) if in_file else load_cluster(where)
@@ -123,10 +123,8 @@ def from_run(
         **asked,
     )
     drafting = ("spec_method", "spec_model", "draft_algorithm", "mtp_rollout")
-    if settings.engine.speculation or any(read.config.told(ANYTHING, name) for name in drafting):
-        raise CalibrationError(
-            f"{log}: the run speculates; its log does not tell what accepted tokens gain from what the host takes"
-        )
+    speculates = settings.engine.speculation or any(read.config.told(ANYTHING, name) for name in drafting)
+    refuse("settings of a run", CalibrationError, log=log, speculates=speculates)
     if base.known(shape, settings.rollout_tp).fit is None:  # tables of others hold with the host time they are on
         base = base.model_copy(update={"iterations": ()})
     steps, excluded = _usable(read, warmup)

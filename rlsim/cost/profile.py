@@ -10,6 +10,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from rlsim.base.refusals import refuse
 from rlsim.cost.curve import DecodeCurve, InWindows
 from rlsim.cost.step import Chunk, StepCost
 from rlsim.errors import CalibrationError
@@ -158,8 +159,7 @@ def profile_of(
         if len(totals) >= 2:
             curve = step.decode(batch)
             curves.append(DecodeCurve(batch, totals, [curve.step_s(total) for total in totals]))
-    if not curves:
-        raise CalibrationError(f"no batch size has two contexts within a KV budget of {kv_budget_tokens:g} tokens")
+    refuse("profile", CalibrationError, curves=curves, budget=kv_budget_tokens)
     grid = [[step.prefill_s(prompts_of(tokens, length)) for length in PREFILL_TOKENS] for tokens in PREFILL_TOKENS]
     return ProfileStep(step.tp, curves, PREFILL_TOKENS, PREFILL_TOKENS, grid, skew=step.skew)
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from math import ceil, inf
 from typing import Literal, NamedTuple
 
+from rlsim.base.refusals import refuse
 from rlsim.cost.curve import Curves, DecodeCurve, InWindows
 from rlsim.errors import CalibrationError
 
@@ -225,11 +226,8 @@ class Lookups:
 
     def refuse_extrapolated(self, calibration: str) -> None:
         """Raises `CalibrationError` that names every operator which was extrapolated, with an example of each."""
-        if self.examples:
-            found = self._outside("{operator} ({count} shapes, e.g. {example})")
-            raise CalibrationError(
-                f"strict: calibration {calibration!r} was not measured at shapes that this run needs: {found}"
-            )
+        found = self._outside("{operator} ({count} shapes, e.g. {example})")
+        refuse("strict", CalibrationError, calibration=calibration, found=found)
 
     def _outside(self, said: str) -> str:
         return "; ".join(

@@ -278,9 +278,8 @@ class TrainEfficiency:
     recurrent: float = 1.0
 
     def __post_init__(self) -> None:
-        for key in ("flop", "forward", "attention", "memory"):
-            if getattr(self, key) is not None and not 0 < getattr(self, key) <= 1:
-                raise ConfigError(f"training efficiency: {key} must lie in (0, 1], got {getattr(self, key)}")
+        shares = {key: getattr(self, key) for key in ("flop", "forward", "attention", "memory")}
+        refuse("training efficiency", shares={key: share for key, share in shares.items() if share is not None})
 
     def attention_on(self, gpu: Gpu, kernel: AttentionKernel) -> float:
         """The share of that GPU's bf16 peak that an attention kernel reaches on long sequences."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsim.base.reading import read_text, read_yaml
+from rlsim.base.refusals import refuse
 from rlsim.errors import CalibrationError
 
 IN_CSV = "see CSV"
@@ -35,8 +36,7 @@ def read_calibration(path: Path) -> Any:
     for key, holder, part in list(_places(data)):
         if holder[part] != IN_CSV:
             continue
-        if not csv_of(path).is_file():
-            raise CalibrationError(f"{csv_of(path)}: no such file; {path.name} has its tables there, copy it too")
+        refuse("tables of a calibration", CalibrationError, path=path, csv=csv_of(path))
         known = known or dict(_tables(csv_of(path)))
         holder[part] = known.get(key, IN_CSV)
     return data

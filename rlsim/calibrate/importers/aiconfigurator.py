@@ -241,8 +241,7 @@ def custom_all_reduce(path: Path, ref: Reference | None) -> pd.DataFrame:
     table = read_table(path, [*MESSAGE, "latency"])
     if "backend" in table:
         table = table[table.backend.astype(str).str.endswith("_graph")]
-        if table.empty:
-            raise CalibrationError(f"{path}: no rows whose backend ends in _graph")
+        refuse("all-reduce in graphs", CalibrationError, path=path, table=table)
     return _collectives(path, in_seconds(path, table, MESSAGE).assign(op="custom_all_reduce"), ref)
 
 

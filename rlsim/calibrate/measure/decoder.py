@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 
+from rlsim.base.refusals import refuse
 from rlsim.calibrate.measure.bench import captured
 from rlsim.calibrate.measure.ranks import Ranks
 from rlsim.errors import CalibrationError
@@ -47,12 +48,7 @@ def weight_splits(model: Model) -> list[dict[str, Split]]:
     """
     layer_attention = model.layer.attention
     whole_norms = isinstance(layer_attention, FullAttention) and layer_attention.whole_norms
-    norms = model.layer.norms != 2 or whole_norms
-    if model.num_experts or model.scalar_head or model.mlp_bias or model.attention_bias or norms:
-        raise CalibrationError(
-            f"whole steps of {model.name} cannot be measured: experts, a scalar head, biases other than qwen2's, more "
-            "norms than two and norms over all heads are not built here"
-        )
+    refuse("measured decoder", CalibrationError, model=model, whole_norms=whole_norms)
     attention = model.attention
     hidden, q, kv, width = model.hidden_size, attention.q_dim, attention.kv_dim, model.intermediate_size
     layer = {

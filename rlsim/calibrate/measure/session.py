@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlsim.base.output import check_own_file
+from rlsim.base.refusals import refuse
 from rlsim.calibrate.build import build_calibration
 from rlsim.calibrate.measure.bench import NOISY, Bench, Effort, Timing
 from rlsim.calibrate.measure.host import describe_cluster, devices, machine_facts, write_cluster, write_model
@@ -135,9 +136,7 @@ def fit_machine(measured: Measured, base: Calibration | None) -> tuple[Calibrati
 def _degrees(device: str, given: tuple[int, ...], found: int) -> tuple[int, ...]:
     most = found if device == "cuda" else min(found, 2)
     tps = tuple(sorted(set(given))) or tuple(1 << i for i in range(most.bit_length()) if 1 << i <= min(most, 8))
-    if tps[-1] > found or tps[0] < 1:
-        what = "GPUs" if device == "cuda" else "cores this process may use"
-        raise CalibrationError(f"--tp {','.join(map(str, tps))}: expected degrees from 1 to {found}, the {what}")
+    refuse("--tp", CalibrationError, tps=tps, found=found, device=device)
     return tps
 
 
