@@ -13,7 +13,7 @@ from types import CodeType
 from typing import Any
 
 from rlsim.base.reading import shipped
-from rlsim.errors import ConfigError, nearest, unknown_name
+from rlsim.errors import ConfigError, nearest, shown, unknown_name
 
 #: Functions that expressions of tables may call.
 FUNCTIONS = {
@@ -21,6 +21,7 @@ FUNCTIONS = {
     "any": any,
     "bool": bool,
     "ceil": math.ceil,
+    "dict": dict,
     "is_list": lambda value: isinstance(value, list | tuple),
     "is_map": lambda value: isinstance(value, dict),
     "len": len,
@@ -30,6 +31,7 @@ FUNCTIONS = {
     "next": next,
     "prod": math.prod,
     "set": set,
+    "shown": shown,
     "sorted": sorted,
     "str": str,
     "unknown_name": unknown_name,

@@ -21,10 +21,8 @@ from rlsim.models.families import (
     MOST_LAYERS,
     SIZES,
     UNCACHED,
-    WINDOWED,
     Family,
     LayerType,
-    unsupported,
 )
 from rlsim.models.layers import (
     Attention,
@@ -119,39 +117,22 @@ class Config(Schema):
         """Every family's words become those of this record, with Hugging Face's own defaults."""
         return canonical(data) if isinstance(data, dict) else data
 
-    @model_validator(mode="after")
-    def _check(self) -> Config:
-        if self.model_type not in MODEL_TYPES:
-            raise ValueError(unsupported(self.model_type))
-        windowed = self.swa_num_attention_heads or self.num_attention_heads
-        for kv_heads in (self.num_key_value_heads, self.num_global_key_value_heads, self.swa_num_key_value_heads):
-            if kv_heads and (self.num_attention_heads % kv_heads or windowed % kv_heads):
-                raise ValueError("num_attention_heads must be a multiple of num_key_value_heads, in all layers")
-        family = FAMILIES[self.model_type]
-        experts = MOE in self.layer_types if family.one_part else family.experts
-        if experts is not None and experts != bool(self.num_experts):
-            raise ValueError(f"model_type {self.model_type!r} does not go with num_experts {self.num_experts}")
-        if self.num_experts and not (0 < self.num_experts_per_tok <= self.num_experts and self.moe_intermediate_size):
-            raise ValueError("experts need moe_intermediate_size and num_experts_per_tok, at most num_experts")
-        for word in ("layer_types", "indexer_types"):
-            named = len(getattr(self, word))
-            if named not in (0, self.num_hidden_layers):
-                raise ValueError(f"{word} names {named} layers, num_hidden_layers is {self.num_hidden_layers}")
-        if set(WINDOWED) & set(self.layer_types) and not self.sliding_window:
-            raise ValueError("layers with a window need sliding_window")
-        if strange := set(self.layer_types + self.mtp_layer_types) - family.kinds:
-            raise ValueError(f"{self.model_type} has no layers of {', '.join(sorted(strange))}")
-        if self.layer_types and set(self.layer_types) <= set(UNCACHED):
-            raise ValueError("models without any layer that has a KV cache are not supported")
-        there = [kind for kind in (LINEAR, MAMBA) if kind in self.layer_types]
-        there += [kind for kind, is_so in (("latent", family.latent), ("index", family.sparse)) if is_so]
-        needed = ["q_lora_rank"] if family.sparse else []
-        needed += [word for kind in there for word in SIZES[kind].values()]
-        if MAMBA in self.layer_types and self.n_groups and self.mamba_num_heads % self.n_groups:
-            raise ValueError("mamba_num_heads must be a multiple of n_groups")
-        if missing := [name for name in needed if not getattr(self, name)]:
-            raise ValueError(f"the attention of {self.model_type} needs {', '.join(missing)}")
-        return self
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.model_type]
+
+    @property
+    def uncached(self) -> bool:
+        """Whether no layer has a KV cache."""
+        return bool(self.layer_types) and set(self.layer_types) <= set(UNCACHED)
+
+    @property
+    def unsaid(self) -> list[str]:
+        """Words that its kinds of attention need, and that say nothing."""
+        parts = [kind for kind in (LINEAR, MAMBA) if kind in self.layer_types]
+        parts += ["latent"] * self.family.latent + ["index"] * self.family.sparse
+        words = ["q_lora_rank"] * self.family.sparse + [word for part in parts for word in SIZES[part].values()]
+        return [word for word in words if not getattr(self, word)]
 
 
 @lru_cache(maxsize=512)
@@ -174,7 +155,7 @@ def following_layers_of(config: Config) -> tuple[Layer, ...]:
 
 
 def _layer(config: Config, kind: LayerType, experts: bool, shared: bool = False) -> Layer:
-    family = FAMILIES[config.model_type]
+    family = config.family
     alone = family.one_part and kind not in (MLP, MOE)
     return Layer(
         hidden=config.hidden_size,

@@ -19,14 +19,20 @@ from rlsim.models.families import (
     Family,
     family_name,
     flat,
+    unsupported,
 )
 
 
 def canonical(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The words of any family as `Model` has them; what makes no sense is left for its checks."""
+    """The words of any family as `Model` has them; what makes no sense is left for its checks.
+
+    Raises `ValueError` for a `model_type` that no family has.
+    """
     kind = family_name(config.get("model_type"))
-    if kind not in FAMILIES:
+    if kind is None:
         return dict(config)
+    if kind not in FAMILIES:
+        raise ValueError(unsupported(kind))
     family, data = FAMILIES[kind], dict[str, Any]()
     for word, value in flat({**family.defaults, **config}).items():
         data |= dict.fromkeys(family.words.get(word) or WORDS.get(word) or (word,), value)

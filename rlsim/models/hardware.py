@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from rlsim.base import catalogue
 from rlsim.base.reading import read_yaml
@@ -50,6 +50,18 @@ class Link(Schema):
         return self if times == 1.0 else self.model_copy(update={"bytes_per_s": self.bytes_per_s * times})
 
 
+def _read_by(find: Callable[[Any], Any]) -> BeforeValidator:
+    """Reads a value by `find`, whose errors are told as those of the value."""
+
+    def read(value: Any) -> Any:
+        try:
+            return find(value)
+        except RlsimError as error:
+            raise ValueError(str(error)) from None
+
+    return BeforeValidator(read)
+
+
 class Cluster(Schema):
     """Identical nodes of identical GPUs; GPU g sits in node g // gpus_per_node.
 
@@ -58,31 +70,13 @@ class Cluster(Schema):
     """
 
     name: Name = "custom"
-    gpu: Gpu
+    gpu: Annotated[Gpu, _read_by(lambda value: load_gpu(value) if isinstance(value, str) else value)]
     nodes: int = Field(gt=0, le=MOST_GPUS)
     gpus_per_node: int = Field(gt=0, le=1024)
     nodes_per_domain: int = Field(default=1, gt=0, le=MOST_GPUS)
     intra: Link
     inter: Link | None = None
     host: Link
-
-    @field_validator("gpu", mode="before")
-    @classmethod
-    def _gpu_by_name(cls, value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        try:
-            return load_gpu(value)
-        except RlsimError as error:
-            raise ValueError(str(error)) from None
-
-    @model_validator(mode="after")
-    def _nodes_are_joined(self) -> Cluster:
-        if self.gpus > MOST_GPUS:
-            raise ValueError(f"{self.nodes:,} nodes of {self.gpus_per_node:,} GPUs: at most {MOST_GPUS:,} GPUs")
-        if self.nodes > self.nodes_per_domain and self.inter is None:
-            raise ValueError("a cluster of several nodes needs `inter`, the link between them")
-        return self
 
     @property
     def gpus(self) -> int:
@@ -130,35 +124,12 @@ class MixedCluster(Schema):
     """Groups of nodes, each of one kind of GPU. Nodes and GPUs are numbered on from group to group."""
 
     name: Name = "custom"
-    groups: tuple[Cluster, ...] = Field(min_length=2)
-
-    @field_validator("groups", mode="before")
-    @classmethod
-    def _groups_by_name(cls, value: Any) -> Any:
-        if not isinstance(value, list | tuple):
-            return value
-        try:
-            return [_named(one, joined=True) if isinstance(one, str) else one for one in value]
-        except RlsimError as error:
-            raise ValueError(str(error)) from None
+    groups: Annotated[tuple[Cluster, ...], _read_by(lambda value: _groups(value))] = Field(min_length=2)
 
     @model_validator(mode="after")
-    def _groups_go_together(self) -> MixedCluster:
-        sizes = dict.fromkeys(group.gpus_per_node for group in self.groups)
-        if len(sizes) > 1:
-            raise ValueError(f"nodes of {' and '.join(map(str, sizes))} GPUs: groups need as many GPUs per node")
-        domains = {group.nodes_per_domain for group in self.groups}
-        if len(domains) > 1 or any(group.nodes % max(domains) for group in self.groups[:-1]):
-            raise ValueError(
-                f"nodes_per_domain {' and '.join(map(str, sorted(domains)))}: groups need as many nodes per NVLink "
-                "domain, and whole domains in every group but the last"
-            )
-        if self.gpus > MOST_GPUS:
-            raise ValueError(f"{self.nodes:,} nodes of {self.gpus_per_node:,} GPUs: at most {MOST_GPUS:,} GPUs")
+    def _kinds_have_names_of_their_own(self) -> MixedCluster:
         first: dict[str, Cluster] = {}
         for group in self.groups:
-            if group.inter is None:
-                raise ValueError(f"the group of {group.gpu.name} needs `inter`, the link from its nodes to others")
             like = first.setdefault(group.gpu.name, group)
             if group.model_copy(update={"name": like.name, "nodes": like.nodes}) != like:
                 raise ValueError(
@@ -228,6 +199,12 @@ class MixedCluster(Schema):
             )
         (group,) = found.values()
         return group.model_copy(update={"name": self.name, "nodes": self.nodes})
+
+
+def _groups(value: Any) -> Any:
+    """A list of groups, those by name as the catalogue has them."""
+    groups = value if isinstance(value, list | tuple) else []
+    return [_named(one, joined=True) if isinstance(one, str) else one for one in groups] or value
 
 
 AnyCluster: TypeAlias = Cluster | MixedCluster

@@ -15,8 +15,9 @@ from typing import Any
 
 from rlsim.base import catalogue
 from rlsim.base.reading import exists, is_folder, read_json
+from rlsim.base.refusals import refuse
 from rlsim.base.schema import load, validate
-from rlsim.errors import ConfigError, shown, unknown_name
+from rlsim.errors import ConfigError, unknown_name
 from rlsim.models.architectures import Config, following_layers_of, layers_of
 from rlsim.models.config_words import canonical
 from rlsim.models.families import FAMILIES, MODEL_TYPES, WINDOWED, family_name, unsupported
@@ -24,7 +25,6 @@ from rlsim.models.layers import Experts, FullAttention, LatentAttention, Layer, 
 from rlsim.models.names import UNSEEN, known_shape, short_name
 from rlsim.models.precision import (
     KV_BYTES,
-    PRECISIONS,
     WEIGHT_BYTES,
     KvPrecision,
     Precision,
@@ -304,12 +304,12 @@ def load_model(name_or_path: str | Path) -> Model:
     known, text = catalogue.names("models"), str(name_or_path)
     if text.lower() in known:
         return load(known[text.lower()], Model)
-    if not (isinstance(name_or_path, Path) or text.endswith((".json", ".yaml", ".yml"))):
-        if text.count("/") < 2 and not exists(Path(text)) and (found := known_shape(text)):
-            model = load(known[found.model], Model)
-            return model.model_copy(update={"note": found.said}) if found.said.endswith(UNSEEN) else model
-        if text.count("/") < 2 and not exists(Path(text)):
+    named = not isinstance(name_or_path, Path) and not text.endswith((".json", ".yaml", ".yml"))
+    if named and text.count("/") < 2 and not exists(Path(text)):
+        if (found := known_shape(text)) is None:
             raise unknown_name("model", short_name(text), known)
+        model = load(known[found.model], Model)
+        return model.model_copy(update={"note": found.said}) if found.said.endswith(UNSEEN) else model
     path = Path(name_or_path)
     path = path / "config.json" if is_folder(path) else path
     if path.suffix != ".json":
@@ -332,33 +332,22 @@ def _from_config_json(path: Path) -> dict[str, Any]:
     if family_name(config.get("model_type")) not in MODEL_TYPES:
         raise ConfigError(f"{path}: {unsupported(config.get('model_type'))}")
     family = FAMILIES[family_name(config["model_type"])]
-    if beyond := family.missing(config):
-        raise ConfigError(f"{path}: a {config['model_type']} with {'; '.join(beyond)} is not supported")
-    quantised = config.get("quantization_config")
-    if quantised:
-        precision = published_precision(quantised)
-        if precision is None:
-            raise ConfigError(
-                f"{path}: quantised weights are not supported but in {', '.join(PRECISIONS[1:])}, activations too; "
-                f"quantization_config is {shown(quantised)}; give the config.json of the unquantised model"
-            )
-        experts_only = precision == "mxfp4" or leaves_attention(quantised)
+    quantised: Any = config.get("quantization_config")
+    precision = published_precision(quantised)
+    experts_only = precision == "mxfp4" or (precision is not None and leaves_attention(quantised))
+    given = {"kind": config["model_type"], "beyond": family.missing(config), "one_part": family.one_part}
+    refuse("config.json", path=path, quantised=quantised, precision=precision, experts_only=experts_only, **given)
+    if precision is not None:
         types = {"expert_precision" if experts_only else "precision": precision}
-        of = "experts" if experts_only else "weights"
         notes.append(
-            f"its {of} are published in {precision}: engines serve them so unless engine.precision says otherwise, "
-            "training takes bf16"
+            f"its {'experts' if experts_only else 'weights'} are published in {precision}: engines serve them so "
+            "unless engine.precision says otherwise, training takes bf16"
         )
-        if experts_only and family.one_part:
-            raise ConfigError(
-                f"{path}: a {config['model_type']} of which some products are not quantised is not supported; give the "
-                "config.json of the unquantised model"
-            )
     try:
         data = canonical({**config, **_longest(config), **types})
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
-    given = {key: data[key] for key in Model.model_fields if key in data}
+    said = {key: data[key] for key in Model.model_fields if key in data}
     if strange := family.unread(config, Model.model_fields):
         notes.append(f"words of its config.json that are not known, taken to change nothing: {', '.join(strange)}")
     if "expert_precision" in types and not data.get("num_experts"):
@@ -366,7 +355,7 @@ def _from_config_json(path: Path) -> dict[str, Any]:
             f"{path}: weights of which attention is not quantised are supported where the others are experts; give the "
             "config.json of the unquantised model"
         )
-    return {**given, "name": path.parent.name or path.stem, "source": str(path), "note": "; ".join(notes)}
+    return {**said, "name": path.parent.name or path.stem, "source": str(path), "note": "; ".join(notes)}
 
 
 def _longest(config: Mapping[str, Any]) -> dict[str, int]:

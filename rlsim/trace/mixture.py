@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlsim.base.schema import Schema
 
@@ -38,13 +38,6 @@ class LengthModel(Schema):
 
     components: tuple[Component, ...] = Field(min_length=1)
     runaway_share: float = Field(default=0.0, ge=0, lt=1)
-
-    @model_validator(mode="after")
-    def _weights(self) -> LengthModel:
-        total = sum(c.weight for c in self.components)
-        if not math.isclose(total, 1.0, abs_tol=1e-6):
-            raise ValueError(f"the weights of the components add up to {total:g}, not 1")
-        return self
 
     @property
     def weight(self) -> Floats:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from rlsim.base.refusals import refuse
 from rlsim.base.tables import floats
 from rlsim.errors import TraceError
 from rlsim.trace.files import CSV, PARQUET, absorb_source, ends, read_table, stem
@@ -113,19 +114,12 @@ def _table(
     What reading it has noted comes before `notes`.
     """
     first = files[0]
-    if len(files) > 1:
-        known = ", ".join(sorted({dump.format for dump in DUMPS}))
-        raise TraceError(
-            f"{path}: {len(files)} files, such as {first.name}, of no layout that a folder may hold ({known}, "
-            "servegen); import one file"
-        )
     kind = wanted if wanted in KINDS else None
     if kind is None and wanted is not None and not ends(first, (*PARQUET, *CSV, ".gz", ".jsonl", ".ndjson")):
         kind = "jsonl" if wanted == "mooncake" else "csv"  # usual in that layout, where the name does not tell
-    if kind is None and ends(first, JSON) and (keys := first_keys(first)):
-        known = ", ".join(dict.fromkeys(dump.format for dump in DUMPS))
-        has = ", ".join(sorted(keys))
-        raise TraceError(f"{first}: of no layout that a file of one object may have ({known}); it has {has}")
+    keys = first_keys(first) if kind is None and ends(first, JSON) and len(files) == 1 else set()
+    known = [*dict.fromkeys(dump.format for dump in DUMPS)]
+    refuse("table of lengths", TraceError, path=path, files=files, keys=sorted(keys), known=known)
     frame, meta, row_name = read_table(first, kind)
     notes[:0] = meta.notes
     names = {str(c) for c in frame.columns}
