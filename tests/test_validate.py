@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from conftest import ROOT, invoke
 
-from evidence.validate import agreement, parts, pat, transfer
+from evidence.validate import papers, parts, pat, transfer
 from evidence.validate.page import blocks, read_page, stale, write_page
 from evidence.validate.parts import PARTS, Options, Section
 from evidence.validate.published import evaluated, figures, named, published_rows, told
@@ -228,7 +228,7 @@ def test_how_far_ratios_and_orders_agree(tmp_path: Path) -> None:
         ("z", "gen_s", 5, "other.z.gen_s", "output", "-90.0%"),
         ("z", "share", 5, "run.z.speedup", "input", "+90.0%"),
     ]
-    for part in agreement.PAPERS:
+    for part in papers.PAPERS:
         own = rows if part == "pat" else rows[:1]
         keys = ("case", "quantity", "value", "of", "kind")
         lines = [f"  - {json.dumps(dict(zip(keys, row[:-1], strict=True)))}" for row in own]
@@ -236,7 +236,7 @@ def test_how_far_ratios_and_orders_agree(tmp_path: Path) -> None:
         (tmp_path / "docs" / "validation" / f"{part}.figures.csv").write_text(
             "\n".join(["error", *(row[-1] for row in own)])
         )
-    found = agreement.agreement(Options(evidence=tmp_path / "evidence"))
+    found = papers.agreement(Options(evidence=tmp_path / "evidence"))
     assert "| PAT | 2 | 40.0% | 40.0% | **missed** | 4 | 3 |" in found["ratios"]
     assert "| all | 5 | 28.0% | 20.0% | **missed** | 7 | 6 |" in found["ratios"]
     assert found["orders"].splitlines()[2:] == ["| PAT | speedup | y | 1 | 1.5 : 1 | 0.6 : 1 |"]
@@ -247,7 +247,7 @@ def test_what_is_more_than_30_percent_off_says_what_would_explain_it(part: str) 
     """Figures with a unit: the remark names an input that the paper does not state, with its value."""
     shown = pd.read_csv(ROOT / "docs" / "validation" / f"{part}.figures.csv", keep_default_na=False)
     for _, row in shown[shown["kind"] == "output"].iterrows():
-        far = abs(float(row["error"].rstrip("%"))) > 30 and not agreement.RATIO.search(row["quantity"])
+        far = abs(float(row["error"].rstrip("%"))) > 30 and not papers.RATIO.search(row["quantity"])
         assert not far or re.search(r"\d|see above", row["remark"]), (row["case"], row["quantity"])
 
 
