@@ -106,8 +106,7 @@ def _refuse_misspelt(cls: type) -> None:
 
 def overridden(kind: type) -> list[str]:
     """The hooks that a class does not leave as they are."""
-    own = {name: [vars(base)[name] for base in kind.__mro__ if name in vars(base)] for name in hooks(kind)}
-    return [name for name, members in own.items() if len(members) > 1]
+    return [name for name in hooks(kind) if sum(name in vars(base) for base in kind.__mro__) > 1]
 
 
 def misused(part: object, name: str, what: str) -> PolicyError:

@@ -142,15 +142,11 @@ def check_own_file(path: Path, error: type[RlsimError] = ConfigError) -> Path:
 
 def written_by_rlsim(path: Path) -> bool:
     """Whether a page, chart, timeline, calibration or cluster file is one that rlsim wrote."""
-    return _MARK.search(_head(path)) is not None
-
-
-def _head(path: Path) -> bytes:
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            return file.read(_MARKED_BYTES)
+            return _MARK.search(file.read(_MARKED_BYTES)) is not None
     except (OSError, EOFError, zlib.error):
-        return b""
+        return False
 
 
 def check_writable(folder: Path, shown: str | Path, error: type[RlsimError] = ConfigError) -> None:

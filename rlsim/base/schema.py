@@ -180,17 +180,11 @@ def placed(items: Any) -> Any:
     return result
 
 
-def place_of(value: Any) -> str:
-    """`line:column` (from 1) of a mapping, sequence or placed text of a YAML file; empty for any other value."""
-    if isinstance(value, PlacedText):
-        return value.place
-    marks = getattr(value, "lc", None)
-    return "" if marks is None or marks.line is None else f"{marks.line + 1}:{marks.col + 1}"
-
-
 def located(source: str, value: Any) -> str:
-    """The file that a value is from, and where it stands there, for messages."""
-    return ":".join(filter(None, (source, place_of(value))))
+    """The file that a value is from, and where a mapping, sequence or placed text stands there, for messages."""
+    marks = getattr(value, "lc", None)
+    place = "" if marks is None or marks.line is None else f"{marks.line + 1}:{marks.col + 1}"
+    return ":".join(filter(None, (source, value.place if isinstance(value, PlacedText) else place)))
 
 
 def _keys_of(location: Sequence[int | str], data: Any, missing: bool) -> tuple[int | str, ...]:

@@ -8,7 +8,6 @@ import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +206,7 @@ def _yaml(text: str, changes: Mapping[str, Any], _: Path) -> str:
                 at[name] = CommentedMap()
             at = at[name if place is None else place]
         at[last if (place := place_in(at, last)) is None else place] = value
-    out = StringIO()
+    out = io.StringIO()
     yaml.dump(data, out)
     return out.getvalue()
 

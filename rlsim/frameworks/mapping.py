@@ -201,11 +201,6 @@ def unlike_rows(of: str, *sections: str) -> tuple[UnlikeRow, ...]:
     return tuple((section + key, when, what) for section in sections or ("",) for key, when, what in rows)
 
 
-def without(rows: Iterable[UnlikeRow], *keys: str) -> list[UnlikeRow]:
-    """The rows of other keys."""
-    return [row for row in rows if row[0] not in keys]
-
-
 #: The kind of a setting, and when it matters.
 _MATTERS: dict[str, tuple[Kind[Any], Callable[[Any], bool]]] = {
     "on": (FLAG, bool),

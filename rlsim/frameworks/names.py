@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 from rlsim.base import catalogue
 from rlsim.base.reading import is_file, plain, read_yaml
+from rlsim.base.refusals import refuse
 from rlsim.base.schema import validate
 from rlsim.cost.calibration import Engine, calibration_names, load_calibration
 from rlsim.errors import CatalogueError, ConfigError
@@ -110,25 +111,22 @@ def spelled_out(found: Cluster, described: Sequence[str], network: str | None) -
     `described` has the name, then the GPU's memory, bandwidth and FLOP/s in any order, told by their units; what it
     lacks stays as it is. `network` is the rate of a node's ports together.
     """
+    gpus, name = catalogue.names("gpus"), next(iter(described), "")
+    refuse("GPU or network as given", name=name, network=network or "", taken={*node_types(), *gpus})
     kind = found.name.lstrip("0123456789x")
     keys = _keys_of_nodes(kind)
     keys |= {name: getattr(found, name) for name in ("nodes", "gpus_per_node", "nodes_per_domain")}
     if found.inter is None and network is None:
         keys.pop("inter", None)
     elif network is not None:
-        if network.replace(".", "").isdigit():
-            raise ConfigError(f"--network {network}: of what? Give a rate with its unit, such as 100Gb or 12.5GB/s")
         rate = network if network.endswith("/s") else f"{network}/s"
         port = {"name": "network", "bytes_per_s": rate, "shared_by_gpus": found.gpus_per_node}
         keys["inter"] = {"latency_s": "5 us", **keys.get("inter", {}), **port}
     if not described:
         return keys | {"name": found.name}
-    name, *figures = described
-    if name.lower() in node_types() or name in catalogue.names("gpus"):
-        raise ConfigError(f"--gpu {name}: the catalogue has that GPU; one of other figures needs "
-                          "another name")  # fmt: skip
+    figures = described[1:]
     told = dict(_figure(text) for text in figures)
-    gpu = plain(read_yaml(catalogue.names("gpus")[found.gpu.name])) | told
+    gpu = plain(read_yaml(gpus[found.gpu.name])) | told
     gpu |= {"name": name, "title": name, "like": found.gpu.name, "source": f"given: {', '.join(figures) or 'nothing'}"}
     if "bf16_flop_per_s" in told:  # FP8 in proportion
         times = validate(gpu, Gpu, "--gpu-like").bf16_flop_per_s / found.gpu.bf16_flop_per_s

@@ -17,7 +17,7 @@ from rlsim.experiment.refusals import conditions, shape_values, unmet
 from rlsim.experiment.schema import Experiment
 from rlsim.experiment.simulator import Simulator
 from rlsim.frameworks.draft import ASSUMED, Draft, Entry
-from rlsim.frameworks.mapping import Reading, Use, names, own_limits, unlike, unlike_rows, without
+from rlsim.frameworks.mapping import Reading, Use, names, own_limits, unlike, unlike_rows
 from rlsim.frameworks.names import (
     check_calibration,
     find_calibration,
@@ -345,8 +345,9 @@ def unlike_of(
     rows = (*unlike_rows(of), *(unlike_rows(engine, *sections) if sections else ()))
     if "environment" not in draft.entries:
         rows += unlike_rows(f"{of}-turns")
-    read = config.keys(*names(f"{of}-{engine}"))
-    return unlike(config, [*without(rows, *but, *read), *(unlike_rows(also) if also else ())])
+    elsewhere = {*but, *config.keys(*names(f"{of}-{engine}"))}
+    kept = (row for row in rows if row[0] not in elsewhere)
+    return unlike(config, [*kept, *(unlike_rows(also) if also else ())])
 
 
 def note_refusals(
