@@ -87,8 +87,7 @@ class Gain(Schema):
 
 
 def _drafts(model: Model, method: Method, drafted: int, acceptance: float) -> Drafts:
-    spec = Speculation(method=method, num_speculative_tokens=drafted, acceptance=acceptance)
-    return Drafts.of(spec, model)
+    return Drafts.of(Speculation(method=method, num_speculative_tokens=drafted, acceptance=acceptance), model)
 
 
 def served(run: DraftedRun, imbalance: float = 0.0, own: bool = False) -> Served:

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from rlsim.base.refusals import refuse
 from rlsim.errors import ConfigError
 
 #: The key that holds the SHA-256 of everything else in the record.
@@ -51,13 +52,8 @@ def unsealed(text: bytes, path: Path) -> dict[str, Any]:
         whole = isinstance(record, dict) and record.pop(SEAL, None) == _digest(record)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: damaged: not valid JSON: {error}") from None
-    if not isinstance(record, dict) or FORM not in record:
-        raise ConfigError(f"{path}: not written by rlsim")
-    if record.pop(FORM) != VERSION:
-        raise ConfigError(f"{path}: written by another version of rlsim: run it again")
-    if not whole:
-        raise ConfigError(f"{path}: damaged, or changed after rlsim wrote it: its content does not have its {SEAL}")
-    return record
+    refuse("record of rlsim", path=path, record=record, whole=whole, form=FORM, version=VERSION)
+    return {key: value for key, value in record.items() if key != FORM}
 
 
 def file_sha256(path: Path) -> str:

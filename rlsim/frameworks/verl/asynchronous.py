@@ -92,7 +92,8 @@ def apart_of(config: VerlSettings) -> Apart | None:
         settings.pop(_CACHE, None)  # nothing trains beside the KV cache
     if fully:
         _set_batch(config)
-    keys = (*(_said(config, name) for name in ("rollout_nodes", "rollout_per_node")), NODES, GPUS_PER_NODE)
+    named = (config.keys(name) for name in ("rollout_nodes", "rollout_per_node"))
+    keys = (*(next(filter(config.is_given, own), own[0]) for own in named), NODES, GPUS_PER_NODE)
     nodes, per_node, trainers, per_trainer = (config.whole(key) for key in keys)
     policy: Policy = "verl_fully_async" if fully else "one_step_off"
     return Apart(policy, (nodes, per_node), (trainers, per_trainer), joined(*map(config.where, keys)))
@@ -132,11 +133,6 @@ def add_one_batch(config: VerlSettings, draft: Draft, responses: int, replicas: 
         entries["max_num_seqs"] = Entry(under_way, f"{said}, on {replicas} replicas")
         draft.notes.append(f"{said}: max_num_seqs = {under_way} with the TP that is configured, of other replicas than "
                            "another TP has")  # fmt: skip
-
-
-def _said(config: VerlSettings, name: str) -> str:
-    """The key of this name that is given, else the first."""
-    return next(filter(config.is_given, config.keys(name)), config.key(name))
 
 
 def _set_batch(config: VerlSettings) -> None:

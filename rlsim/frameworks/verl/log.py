@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 import pandas as pd
 
+from rlsim.base.refusals import refuse
 from rlsim.base.tables import UNREADABLE, csv_errors, number_of, open_data, parse_json
 from rlsim.errors import CalibrationError
 from rlsim.frameworks.verl.settings import VerlSettings
@@ -353,10 +354,7 @@ def _from_csv(path: Path) -> list[_Record]:
         return _from_long(path, table)
     columns = [column for column in table.columns if column != "line" and not column.endswith(("__MIN", "__MAX"))]
     names = [_bare(column) for column in columns]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise CalibrationError(f"{path}: {twice[0]} stands in more than one column; export one run at a time")
-    if not set(_STEP_NAMES) & set(names):
-        raise CalibrationError(f"{path}: no step column; expected one of: {', '.join(_STEP_NAMES)}")
+    refuse("columns of a log", CalibrationError, path=path, names=names, steps=_STEP_NAMES)
     records: list[_Record] = []
     for row in table.to_dict("records"):
         cells = {name: row[column] for column, name in zip(columns, names, strict=True)}

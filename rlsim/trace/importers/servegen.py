@@ -102,11 +102,7 @@ def _windows(file: Path, rates: dict[int, float] | None) -> list[_Window]:
         raise TraceError(f"{file}: no such file") from None
     except (OSError, ValueError) as error:
         raise TraceError(f"{file}: not valid JSON (truncated or damaged?): {error}") from None
-    if not isinstance(data, dict) or not all(isinstance(v, dict) for v in data.values()):
-        raise TraceError(f"{file}: expected windows by the second they begin, each with output_tokens")
-    odd = next((start for start in data if not re.fullmatch(r"\d{1,12}", start, re.ASCII)), None)
-    if odd is not None:
-        raise TraceError(f"{file}: window {odd!r} should be the second it begins")
+    refuse("windows of ServeGen", TraceError, file=file, data=data)
     windows = sorted(((int(start), fields) for start, fields in data.items()), key=lambda window: window[0])
     ends = [*(start for start, _ in windows[1:]), math.inf]
     found = []
