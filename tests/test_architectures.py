@@ -361,10 +361,26 @@ def test_a_layer_that_is_one_part_costs_that_part() -> None:
 def test_a_state_space_mixer_reads_and_writes_its_state() -> None:
     kernels = step(parts_of("M"))
     mixer = parts_of("M").layers[1].attention
-    state_s = kernels.operators.memory_bound_s(2 * 32 * mixer.state_elements * 2, 32)
+    state_s = kernels.operators.memory_bound_s(2 * 32 * mixer.state_elements * 2, 32 * mixer.inner)
     attention_s = step(parts_of("*")).breakdown(32, 3200)["attention"] / 5
     assert kernels.breakdown(32, 3200)["attention"] == pytest.approx(attention_s + 4 * state_s, rel=1e-12)
     assert kernels.prefill_s([Chunk(8192, 0)]) > kernels.prefill_s([Chunk(4096, 0)]) > 0
+
+
+@pytest.mark.parametrize(
+    ("gpu", "tp", "measured"),  # microseconds by sequences, vllm-project/vllm#31722: bf16, Qwen3-Next
+    [
+        ("h200", 4, {32: 13.6, 128: 33.76, 256: 60.29, 512: 113.28, 1024: 215.12}),
+        ("h200", 2, {32: 20.29, 128: 59.17, 256: 111.14, 512: 212.7, 1024: 420.22}),
+        ("b200", 4, {32: 8.22, 128: 24.54, 256: 42.11, 512: 80.8}),
+    ],
+)
+def test_a_gated_delta_net_decodes_as_measured(gpu: str, tp: int, measured: dict[int, float]) -> None:
+    net = RooflineStep(load_model("qwen3-next-80b-a3b"), tp, load_cluster(f"8x{gpu}"), load_calibration(f"{gpu}-vllm"))
+    by_batch = {batch: net._attentions[0][1].curve(batch).step_s(0.0) * 1e6 for batch in (1, 2, 4, 8, 16, *measured)}
+    assert [*by_batch.values()] == sorted(by_batch.values())
+    assert by_batch[1] < 3.0  # #35777: about 3 us
+    assert {batch: by_batch[batch] for batch in measured} == pytest.approx(measured, rel=0.19)
 
 
 def test_training_of_layers_that_are_one_part() -> None:

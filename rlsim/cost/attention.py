@@ -309,7 +309,7 @@ class SparseIndex(LayerAttention):
 
 
 class State(LayerAttention):
-    """Linear attention and state-space mixers: a roofline, as no kernel of them is measured.
+    """Linear attention and state-space mixers: a roofline, as no fit has their kernels.
 
     It takes `times` as long as that. Decode reads and writes each sequence's state. A prompt goes through in chunks;
     the FLOPs for each token, within the chunk and with the state, are those of `attention_work`.
@@ -324,16 +324,18 @@ class State(LayerAttention):
         self._bytes = dtype_bytes
         self._state_bytes = attention.state_elements / tp * dtype_bytes
         self._token_flop = attention_work(attention).token_flops / tp
+        self._channels = attention.inner / tp
         # The convolution with its activation; the output's norm with its gate.
-        self._moved = (2 * (attention.convolved / tp), 3 * (attention.inner / tp))
+        self._moved = (2 * (attention.convolved / tp), 3 * self._channels)
         # What attention reaches on many prompts of one block, whose pairs it computes all.
         blocks_s = operators.prompt_kernels.time_s([(BLOCK_QUERIES, 0)] * 256, 16, 4, 128)
         self._rate = 4.0 * 128 * 16 * 256 * BLOCK_QUERIES**2 / blocks_s
 
     def _curve(self, batch: int, queries: int = 1) -> DecodeCurve:
-        """The state is read once, and written behind every query (vLLM keeps one for each token to verify)."""
-        size = (1 + queries) * batch * self._state_bytes
-        return DecodeCurve(batch, [0.0], [self._times * self._operators.memory_bound_s(size, batch * queries)])
+        """The state is read once, and written behind every query (vLLM keeps one for each token to verify): it is many
+        short rows, one for each channel of the output."""
+        size, rows = (1 + queries) * batch * self._state_bytes, batch * queries * self._channels
+        return DecodeCurve(batch, [0.0], [self._times * self._operators.memory_bound_s(size, rows)])
 
     def decode_shape(self, batch: int, read_tokens: float) -> tuple[str, dict[str, float]]:  # noqa: ARG002
         return self._operator, {"batch": batch}
