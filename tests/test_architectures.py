@@ -383,6 +383,23 @@ def test_a_gated_delta_net_decodes_as_measured(gpu: str, tp: int, measured: dict
     assert {batch: by_batch[batch] for batch in measured} == pytest.approx(measured, rel=0.19)
 
 
+@pytest.mark.parametrize(
+    ("name", "tp", "measured_ms"),  # flash-linear-attention on H200, 8,192 tokens: QwenLM/FlashQLA@6e5d2ea, benchmark
+    [("qwen3.5-397b-a17b", 1, 0.814), ("qwen3.5-397b-a17b", 2, 0.466), ("qwen3.5-27b", 1, 0.665)],
+)
+def test_a_gated_delta_net_trains_as_measured(name: str, tp: int, measured_ms: float) -> None:
+    def layer(recurrent: float) -> Any:
+        strategy, efficiency = TrainStrategy(tp=tp), TrainEfficiency(flop=0.5, recurrent=recurrent)
+        layers = TrainCost(load_model(name), load_cluster("8xh200"), Talk(), strategy, efficiency)._layers
+        return next(one for one in layers if one.attention_token_s)
+
+    one, slow = layer(1.0), layer(3.0)
+    assert 8192e3 * one.attention_token_s == pytest.approx(measured_ms, rel=0.16)
+    assert slow.attention_token_s == pytest.approx(3.0 * one.attention_token_s)
+    assert (slow.linear_s, slow.weights_s, slow.expert_s) == (one.linear_s, one.weights_s, one.expert_s)
+    assert one.memory_s < slow.memory_s < 3.0 * one.memory_s  # the convolution's and the norms' bytes, not the MLP's
+
+
 def test_training_of_layers_that_are_one_part() -> None:
     plain = TrainStrategy(recompute="none")
     dense, mixer = parts_of("-").layers[1], parts_of("M").layers[1]
@@ -401,7 +418,8 @@ def test_training_of_layers_that_are_one_part() -> None:
 def test_bytes_of_training_layers_that_are_one_part() -> None:
     tokens, efficiency = 512, TrainEfficiency(flop=1.0, attention=1.0, memory=1.0)
     bandwidth = H100.gpu.memory_bytes_per_s
-    bytes_alone = H100.model_copy(update={"gpu": H100.gpu.model_copy(update={"bf16_flop_per_s": 1e30})})
+    endless = {"bf16_flop_per_s": 1e30, "sm_count": 10**20}
+    bytes_alone = H100.model_copy(update={"gpu": H100.gpu.model_copy(update=endless)})
 
     def forward_bytes(kind: str) -> float:
         cost = TrainCost(parts_of(kind), bytes_alone, Talk(), TrainStrategy(), efficiency)

@@ -18,8 +18,8 @@ Floats = npt.NDArray[np.float64]
 # What the attention of one layer computes, moves and keeps in a pass over whole sequences (training, log-probs).
 #
 # FLOPs are exact counts of the matrix products of each kind in `rlsim.models.layers`; which share of the peak the
-# kernels reach is measured for full attention with grouped queries only (`TrainEfficiency.attention`) and assumed for
-# the others.
+# kernels reach is measured for full attention with grouped queries (`TrainEfficiency.attention`) and for gated delta
+# nets (`CHUNKED_FLOP_PER_S`), and assumed for the others.
 
 #: Tokens of a chunk in the kernels of gated delta nets (flash-linear-attention, `chunk_gated_delta_rule`).
 DELTA_CHUNK_TOKENS = 64

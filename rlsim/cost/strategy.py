@@ -248,6 +248,11 @@ def unfused_of(model: Model, framework: str, flops_per_byte: float) -> float:
 #: 35% of the peak on an H100 SXM5 of 132 SMs (Shah et al. 2024, FlashAttention-3, arXiv 2407.08608).
 FLASH_ATTENTION_2_FLOP_PER_S = 0.35 * 989.4e12 / 132
 
+#: What flash-linear-attention's kernels of a gated delta net reach of an SM, by the FLOPs of `attention_work`: 8,192
+#: tokens of 32 heads of 128 in 0.472 ms on an H200 (QwenLM/FlashQLA@6e5d2ea, benchmark; 8 heads there half as much, a
+#: GB200 with 64 a tenth more, an H20 a quarter less). Mamba-2's are taken as equally fast.
+CHUNKED_FLOP_PER_S = 8192 * 32 * 180_224 / 0.472e-3 / 132
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainEfficiency:
@@ -262,8 +267,8 @@ class TrainEfficiency:
     `fp8_saved`: seconds that FP8 products of the layers save of each second that they would take at the bf16 peak;
     `unfused`: those that moving activations takes longer than in the models that `flop` is fitted to (`unfused_of`).
     `expert_launch_s`: the host's to launch a forward pass of a layer with experts, which takes no less;
-    `looped_expert_s`: of one expert where they run one by one. `recurrent`: how many times their roofline layers with
-    linear attention or a state-space mixer take.
+    `looped_expert_s`: of one expert where they run one by one. `recurrent`: how many times that linear attention
+    and state-space mixers take.
     """
 
     flop: float

@@ -24,16 +24,18 @@ from rlsim.cost.flops import Floats, Reach, attention_work, moved_elements
 from rlsim.cost.layout import Layout
 from rlsim.cost.memory import BF16, FP32, layer_parts, stage_parts
 from rlsim.cost.micro_batches import MicroBatches, MicroBatching
-from rlsim.cost.strategy import TrainEfficiency, TrainStrategy
+from rlsim.cost.strategy import CHUNKED_FLOP_PER_S, TrainEfficiency, TrainStrategy
 from rlsim.cost.transfer import allocated_copy_s, host_copy_s
 from rlsim.models.hardware import Cluster
 from rlsim.models.layers import Experts, Layer, Recurrent
 from rlsim.models.model import Model
 
 #: FLOPs of the backward pass over those of the forward pass. Flash attention recomputes the scores on the way back:
-#: five matrix products for the forward pass's two (Dao et al. 2022).
+#: five matrix products for the forward pass's two (Dao et al. 2022). A gated delta net's takes 3.1 times as long
+#: (flash-linear-attention 0.5.1 on H200, 32 value heads: 1.444 and 0.472 ms; QwenLM/FlashQLA@6e5d2ea, benchmark).
 BACKWARD_LINEAR = 2.0
 BACKWARD_ATTENTION = 2.5
+BACKWARD_CHUNKED = 3.1
 BACKWARD_MEMORY = 2.0
 
 #: Memory traffic of an Adam step per parameter: read gradient, master and two moments (16), write master and
@@ -119,13 +121,14 @@ class _Passes:
     launches: float
     linear: float
     attention: float
+    chunked: float
     memory: float
     tensor_parallel: float
     head: float
     backward: bool
 
 
-_FORWARD = _Passes(launches=1, linear=1, attention=1, memory=1, tensor_parallel=1, head=1, backward=False)
+_FORWARD = _Passes(launches=1, linear=1, attention=1, chunked=1, memory=1, tensor_parallel=1, head=1, backward=False)
 
 
 class TrainCost:
@@ -175,10 +178,10 @@ class TrainCost:
 
     def _of_layer(self, layer: Layer, count: int, flops: float, memory: float) -> _Layers:
         strategy, efficiency, work = self.strategy, self.efficiency, attention_work(layer.attention)
-        if isinstance(layer.attention, Recurrent):
-            flops, memory = flops / efficiency.recurrent, memory / efficiency.recurrent
-        split = strategy.tp * strategy.cp
-        attention = flops * efficiency.attention_on(self.cluster.gpu, strategy.attention)
+        split, gpu = strategy.tp * strategy.cp, self.cluster.gpu
+        attention = flops * efficiency.attention_on(gpu, strategy.attention)
+        slower = efficiency.recurrent if isinstance(layer.attention, Recurrent) else 1.0
+        moved = self._elementwise_bytes(layer) + (slower - 1.0) * BF16 * work.moved / strategy.tp
         linear_flops, (own, routed) = 2.0 * layer.active_weights, layer_parts(layer, strategy)
         apart: dict[str, Any] = {"blocks": layer.blocks}
         launch_s = efficiency.expert_launch_s if isinstance(layer.mlp, Experts) else 0.0
@@ -199,9 +202,9 @@ class TrainCost:
             work.reach,
             linear_s=linear_flops / split / (flops * efficiency.layers),
             weights_s=BF16 * own / memory,
-            memory_s=self._elementwise_bytes(layer) / strategy.cp / memory,
+            memory_s=moved / strategy.cp / memory,
             pair_s=work.pair_flops / split / attention,
-            attention_token_s=work.token_flops / split / attention,
+            attention_token_s=slower * work.token_flops / split / (CHUNKED_FLOP_PER_S * gpu.sm_count),
             kv_bytes=work.exchanged * BF16 / strategy.tp,
             parts=(own, *([routed] if routed else [])),
             launch_s=launch_s,
@@ -271,6 +274,7 @@ class TrainCost:
             launches=1 + BACKWARD_LINEAR + again,
             linear=(1 + again) * (1 + self._adapters) + BACKWARD_LINEAR / 2 * (1 + gradients + 2 * self._adapters),
             attention=1 + BACKWARD_ATTENTION + again,
+            chunked=1 + BACKWARD_CHUNKED + again,
             memory=1 + BACKWARD_MEMORY + elementwise,
             tensor_parallel=2 + again,
             head=2 + gradients + (self.strategy.logits == "fused"),  # fused: the backward pass computes logits again
@@ -348,7 +352,7 @@ class TrainCost:
         linear = np.maximum(tokens * layer.linear_s, layer.weights_s * (tokens > 0))
         overhead = 0.5 * self.efficiency.overhead_tokens * tokens
         attention = (micro.pairs[layer.reach] + overhead) * (layer.pair_s * passes.attention)
-        attention += tokens * (layer.attention_token_s * passes.attention)
+        attention += tokens * (layer.attention_token_s * passes.chunked)
         compute = linear * passes.linear + attention + tokens * (layer.memory_s * passes.memory)
         exposed = np.zeros_like(tokens)
         local = tokens / strategy.cp
