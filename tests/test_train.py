@@ -254,6 +254,17 @@ def test_lora_by_hand() -> None:
         call = cost(IDEAL, Talk(), FLOPS_ONLY, recompute=recompute, lora_rank=32).part_time([tokens], backward=True)
         expected = (2 + again + (3 + again) * adapters) * linear_s + 2 * head_s + (3.5 + again) * attention_s
         assert call.total_s == pytest.approx(expected)
+    # Bytes of kernels: k + 6 n numbers of bf16 forward and 5 k + 4 n backward, and a middle of 32, six times in all.
+    into, out = 6 * 4096 + 14_336, 2 * 4096 + 2 * 1024 + 2 * 14_336 + 4096
+    forth_s, back_s = (2 * 32 * tokens * n / 1e12 for n in (into + 6 * out + 448, 5 * into + 4 * out + 4 * 7 * 32))
+    for recompute, again in (("none", 0), ("full", 1)):
+        adapted, plain = (
+            cost(IDEAL, Talk(), MEMORY_ONLY, recompute=recompute, lora_rank=rank).part_time([tokens], backward=True)
+            for rank in (32, None)
+        )
+        weights_s = ((3 + again) * adapters - 1) * 32 * 2 * LAYER / 1e12  # once less, as they have no gradients
+        more_s = (1 + again) * forth_s + back_s + weights_s - HEAD * tokens / 1e12
+        assert adapted.total_s - plain.total_s == pytest.approx(more_s)
     talk = Talk(reduce_scatter=3.0, all_gather=5.0)
     whole, update = (cost(IDEAL, talk, MEMORY_ONLY, dp=2, zero_stage=1, lora_rank=rank) for rank in (None, 32))
     assert update.update_time().optimizer_s == pytest.approx(adapters * whole.update_time().optimizer_s)

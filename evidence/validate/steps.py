@@ -4,8 +4,8 @@
 sequences, load forced to be balanced (30B: tokens beyond an expert's capacity dropped), all-to-all dispatcher,
 distributed optimizer. Of XTuner's table, rows with DeepEP, dropped tokens, recomputation of the MoE part alone or ZeRO
 and TP overlapped are left out: rlsim has none of these. `prime-rl`: full training of dense models and mixtures with
-FSDP2, one sequence a micro-batch, two of them a GPU; `prime-sft`: supervised. Left out: LoRA,
-offloaded activations and GPUs without a calibration.
+FSDP2, one sequence a micro-batch, two of them a GPU; `prime-sft`: supervised; `prime-lora`: adapters of rank 16. Left
+out: offloaded activations, GPUs without a calibration, and LoRA of mixtures on B200, where prime-rl loops over experts.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Iteration(Schema):
     """One configuration and its seconds for an optimizer step over `sequences` of `tokens` tokens each.
 
     `interleaved`: chunks of layers of a GPU, which divide the pipeline's bubble (Narayanan et al. 2021). `peak_gib`: of
-    one GPU's memory, where it was printed (else 0).
+    one GPU's memory, where it was printed (else 0). `lora_rank`: 0 where all weights are trained.
     """
 
     group: str
@@ -87,6 +87,7 @@ class Iteration(Schema):
     logits: str
     iteration_s: float
     peak_gib: float = 0.0
+    lora_rank: int = 0
 
     @property
     def case(self) -> str:
@@ -110,7 +111,8 @@ class Iteration(Schema):
         kinds: dict[str, Any] = {"recompute": self.recompute, "logits": self.logits, "attention": self.attention}
         return TrainStrategy(
             dp=self.gpus // (self.tp * self.pp), tp=self.tp, pp=self.pp, ep=self.ep, sequence_parallel=self.tp > 1,
-            zero_stage=1 if self.megatron else 3, micro_batch_sequences=self.micro_batch, **kinds,
+            zero_stage=1 if self.megatron else 3, micro_batch_sequences=self.micro_batch,
+            lora_rank=self.lora_rank or None, **kinds,
         )  # fmt: skip
 
     @property
@@ -162,7 +164,7 @@ def trainer_rows(evidence: Path = EVIDENCE) -> Iterator[Row]:
     found = iterations(evidence)
     reading_s = position_s(found)
     for one in found:
-        host_s = reading_s * one.gpu_tokens if one.group == "prime-rl" else 0.0
+        host_s = reading_s * one.gpu_tokens if one.group in ("prime-rl", "prime-lora") else 0.0
         yield Row("steps", one.case, "iteration_s", one.iteration_s, one.simulated_s() + host_s, kind=one.kind)
         if one.peak_gib > 0:
             yield Row("steps", one.case, "peak_gib", one.peak_gib, one.simulated_gib)

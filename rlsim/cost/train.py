@@ -93,9 +93,9 @@ class TrainTime:
 class _Layers:
     """Equal layers of the busiest stage: how many, and one's times per token, and of reading its weights, forward.
 
-    `expert_s` and `expert_weights_s` are those of experts that are apart, which are not in the rest; `sent_bytes` what
-    a GPU sends of a token to its experts. `blocks`: parts of the layer, attention and feed-forward, under TP. `parts`:
-    parameters on one GPU, those of experts that are apart last.
+    `expert_s` and `expert_weights_s` are those of experts that are apart, which are not in the rest; `adapters_s` of
+    LoRA's, forward and backward; `sent_bytes` what a GPU sends of a token to its experts. `blocks`: parts of the layer,
+    attention and feed-forward, under TP. `parts`: parameters on one GPU, those of experts that are apart last.
     """
 
     count: int
@@ -105,6 +105,7 @@ class _Layers:
     memory_s: float
     pair_s: float
     attention_token_s: float
+    adapters_s: tuple[float, float]
     kv_bytes: float
     parts: tuple[float, ...]
     blocks: int
@@ -123,12 +124,13 @@ class _Passes:
     attention: float
     chunked: float
     memory: float
+    adapters: float  # forward
     tensor_parallel: float
     head: float
     backward: bool
 
 
-_FORWARD = _Passes(launches=1, linear=1, attention=1, chunked=1, memory=1, tensor_parallel=1, head=1, backward=False)
+_FORWARD = _Passes(1, linear=1, attention=1, chunked=1, memory=1, adapters=1, tensor_parallel=1, head=1, backward=False)
 
 
 class TrainCost:
@@ -181,6 +183,7 @@ class TrainCost:
         split, gpu = strategy.tp * strategy.cp, self.cluster.gpu
         attention = flops * efficiency.attention_on(gpu, strategy.attention)
         slower = efficiency.recurrent if isinstance(layer.attention, Recurrent) else 1.0
+        forth, back = layer.adapter_moved(strategy.lora_rank, strategy.tp) if strategy.lora_rank else (0, 0)
         moved = self._elementwise_bytes(layer) + (slower - 1.0) * BF16 * work.moved / strategy.tp
         linear_flops, (own, routed) = 2.0 * layer.active_weights, layer_parts(layer, strategy)
         apart: dict[str, Any] = {"blocks": layer.blocks}
@@ -205,6 +208,7 @@ class TrainCost:
             memory_s=moved / strategy.cp / memory,
             pair_s=work.pair_flops / split / attention,
             attention_token_s=slower * work.token_flops / split / (CHUNKED_FLOP_PER_S * gpu.sm_count),
+            adapters_s=(BF16 * forth / strategy.cp / memory, BF16 * back / strategy.cp / memory),
             kv_bytes=work.exchanged * BF16 / strategy.tp,
             parts=(own, *([routed] if routed else [])),
             launch_s=launch_s,
@@ -276,6 +280,7 @@ class TrainCost:
             attention=1 + BACKWARD_ATTENTION + again,
             chunked=1 + BACKWARD_CHUNKED + again,
             memory=1 + BACKWARD_MEMORY + elementwise,
+            adapters=1 + again,
             tensor_parallel=2 + again,
             head=2 + gradients + (self.strategy.logits == "fused"),  # fused: the backward pass computes logits again
             backward=True,
@@ -353,7 +358,9 @@ class TrainCost:
         overhead = 0.5 * self.efficiency.overhead_tokens * tokens
         attention = (micro.pairs[layer.reach] + overhead) * (layer.pair_s * passes.attention)
         attention += tokens * (layer.attention_token_s * passes.chunked)
-        compute = linear * passes.linear + attention + tokens * (layer.memory_s * passes.memory)
+        forth_s, back_s = layer.adapters_s
+        moved_s = layer.memory_s * passes.memory + forth_s * passes.adapters + back_s * passes.backward
+        compute = linear * passes.linear + attention + tokens * moved_s
         exposed = np.zeros_like(tokens)
         local = tokens / strategy.cp
         if strategy.tp > 1:

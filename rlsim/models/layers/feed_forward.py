@@ -23,9 +23,9 @@ class FeedForward(Part):
         """Weights of all experts' matrices on one GPU."""
         return 0
 
-    def edges(self, hidden: int) -> int:  # noqa: ARG002
-        """Inputs and outputs of all experts' matrices."""
-        return 0
+    def expert_linears(self, hidden: int, tp: int = 1) -> tuple[Linear, ...]:  # noqa: ARG002
+        """One expert's matrix multiplications."""
+        return ()
 
     def routed_weights(self, hidden: int) -> int:  # noqa: ARG002
         """Those of the experts that one token is routed to."""
@@ -130,8 +130,10 @@ class Experts(FeedForward):
     def grouped_weights(self, hidden: int, tp: int = 1) -> int:
         return self.experts * self._expert_weights(hidden, tp)
 
-    def edges(self, hidden: int) -> int:
-        return self.experts * (self.projections + 1) * (self.token_width(hidden) + self.width)
+    def expert_linears(self, hidden: int, tp: int = 1) -> tuple[Linear, ...]:
+        outside, inside = self.token_width(hidden), self.width // tp
+        into = Linear("up", self.projections * inside, outside, matrices=self.projections)
+        return into, Linear("down", outside, inside)
 
     def routed_weights(self, hidden: int) -> int:
         return self.active * self._expert_weights(hidden)

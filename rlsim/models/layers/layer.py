@@ -57,7 +57,23 @@ class Layer:
 
     def adapter_parameters(self, rank: int) -> int:
         """Weights of LoRA's adapters, two of this rank beside every matrix (Hu et al. 2021), of each expert its own."""
-        return rank * (sum(one.matrices * one.k_in + one.n_out for one in self.linears()) + self.mlp.edges(self.hidden))
+        experts = self.mlp.experts if isinstance(self.mlp, Experts) else 0
+        adapted = (*self.linears(), *self.mlp.expert_linears(self.hidden) * experts)
+        return rank * sum(one.matrices * one.k_in + one.n_out for one in adapted)
+
+    def adapter_moved(self, rank: int, tp: int = 1) -> tuple[int, int]:
+        """Elements that these move for each token on one GPU, forward and backward.
+
+        Kernels as of PEFT's and prime-rl's `base(x) + scaling * B(A(x))`, in one type and without dropout. Forward A
+        reads the k inputs, B writes n outputs, which are scaled (2 n) and added (3 n). Backward the outputs' gradient
+        is scaled (2 n) and read for B's and for the middle's (2 n), the inputs for A's (k); the inputs' is written (k)
+        and added (3 k). The middle, `rank` numbers, is written once and read once forward, thrice backward.
+        """
+        active = self.mlp.active if isinstance(self.mlp, Experts) else 0
+        adapted = (*self.linears(tp), *self.mlp.expert_linears(self.hidden, tp) * active)
+        k, n = sum(one.matrices * one.k_in for one in adapted), sum(one.n_out for one in adapted)
+        middle = rank * sum(one.matrices for one in adapted)
+        return k + 6 * n + 2 * middle, 5 * k + 4 * n + 4 * middle
 
     def tensors(self, *, stacked: bool = False) -> int:
         """Weights and biases that have a name of their own in a checkpoint; `stacked`: experts of a layer are two."""
