@@ -164,6 +164,7 @@ class Catalogue:
         return kernels.model_copy(update={**update, "name": name}).scheduled(True if ahead else None)
 
 
+MXFP8_KERNEL = "flashinfer_trtllm_mxfp8"  # as `engine.moe_backend` names it
 SHORT_PRODUCT_S = 20e-6  # of a GPU's time: launched from Python, such a product takes as long as the launch
 LATENT: Mapping[KvPrecision, str] = {"bf16": "latent_attention", "fp8": "latent_attention_fp8"}
 
@@ -186,9 +187,13 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
     exchange = kernel_exchange(measured.table("exchange")) if "exchange" in measured else Fitted({})
     sources = [*measured.sources, vidurs]
     one, several = mixtures.fit
+    lent_to_ask: dict[str, dict[Precision, ExpertsFit]] = {}
     if lent := _lent_mixtures(data, gpu, engine, mixtures.fit, ref):
         found_there, source = lent
-        one = {**one, **found_there.fit}
+        if engine == "sglang":
+            one = {**one, **found_there.fit}
+        else:
+            lent_to_ask = {MXFP8_KERNEL: found_there.fit}
         mixtures = replace(mixtures, residuals={**mixtures.residuals, **found_there.residuals}, notes=found_there.notes)
         sources.append(source)
     notes = [*COMMON, *(measured.notes if mixtures.residuals else (MIXTURE,))]
@@ -229,6 +234,7 @@ def fit_measured(data: Path, gpu: Gpu, engine: Engine) -> Calibration:
     large = all_gemms(data, gpu.training_gemm)
     on_hopper = ref.fp4_flop_per_s is None  # elsewhere nobody asks for other kernels of MXFP4
     told = other_experts(measured.table("other_experts").iloc[: None if on_hopper else 0], ref)
+    told.fit.update(lent_to_ask)
     if engine == "vllm" and gpu.name.startswith("h"):  # Hopper
         launch_s = one["fp8_block"].launch_s
         told.fit["deep_gemm"] = {"fp8_block": ExpertsFit(**{**_ROWS["deep_gemm"], "launch_s": launch_s})}
@@ -299,7 +305,8 @@ def _lent_mixtures(
     data: Path, gpu: Gpu, engine: Engine, own: Experts, ref: Reference
 ) -> tuple[Fitted[dict[Precision, ExpertsFit]], Source] | None:
     """The other engine's experts in MXFP4 on one GPU, where this one runs the same kernel and its own table lacks it:
-    SGLang on Hopper OpenAI's `triton_kernels`, vLLM on Blackwell FlashInfer's on activations turned into MXFP8."""
+    SGLang on Hopper OpenAI's `triton_kernels`, vLLM on Blackwell, when told to, FlashInfer's on activations turned into
+    MXFP8."""
     one, several = own
     if engine == "sglang" and "mxfp4" in several and "mxfp4" not in one:
         lender, note = "vllm", NOTES["lent"]
@@ -311,8 +318,9 @@ def _lent_mixtures(
     table = measured.table("experts")
     lent = kernel_experts(table[table.precision == "mxfp4"], ref)
     about = f"of {gpu.name}-{lender}, not measured here"
+    asked = f"_{MXFP8_KERNEL}" if engine == "vllm" else ""
     residuals = {
-        name: item.model_copy(update={"note": f"{about}: {item.note}"}) for name, item in lent.residuals.items()
+        name + asked: item.model_copy(update={"note": f"{about}: {item.note}"}) for name, item in lent.residuals.items()
     }
     files = tuple(file for file in measured.sources[0].files if file.endswith("moe_perf.parquet"))
     return Fitted(lent.fit[0], residuals, notes=(note,)), measured.sources[0].model_copy(update={"files": files})
