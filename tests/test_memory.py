@@ -132,8 +132,9 @@ def test_inference_by_hand() -> None:
     critic = call_bytes(LLAMA.as_critic(), TrainStrategy(tp=2, pp=2, dp=2), 8192, backward=False)
     layer = 8192 * 2 * (4 * 4096 + (2 * 4096 + 2 * 1024 + 3 * 14336) / 2)
     assert (critic["activations"], critic["logits"]) == (layer, 0.0)
-    sharded = call_bytes(LLAMA, TrainStrategy(dp=8, zero_stage=3), backward=False)
-    assert sharded["parameters"] == LLAMA.weight_bytes / 8
+    for weights, each in (("fp32", 4), ("bf16", 2)):  # an actor's shards come in as training keeps them
+        sharded = call_bytes(LLAMA, TrainStrategy(dp=8, zero_stage=3, weights=weights), backward=False)
+        assert sharded["parameters"] == each * LLAMA.parameters / 8
     assert sharded["gathered layers"] == 4 * 128_256 * 4096  # the embedding, and as much ahead
 
 

@@ -317,6 +317,17 @@ def test_a_search_knows_the_critics_own_recomputation() -> None:
     assert report.found.cost_s < search_plan(experiment(models=PPO["models"]), evaluations=300).found.cost_s
 
 
+def test_a_reference_has_weights_of_a_type_of_its_own() -> None:
+    """FSDP's actor comes in for log-probs as it is trained, in fp32; what is not trained in bf16, or as it is said."""
+    for frozen, each in (("bf16", 2), ("fp32", 4)):
+        training = {"backend": "fsdp", "offload": True, "frozen_weights": frozen}
+        loaded, _, folder = load_experiment(experiment(training=training))
+        rows = Simulator(LoadedExperiment.of(loaded, folder)).placed().ledger.rows
+        held = {row.holder: row.bytes for row in rows if row.part == "parameters"}
+        assert held["values"] == held["train_critic"]
+        assert held["train"] == held["ref_log_prob"] * 4 / each
+
+
 def test_the_critic_has_epochs_micro_batches_and_states_of_its_own() -> None:
     """Colocated PPO: each key changes what the critic's calls take, and nobody else's."""
 

@@ -410,6 +410,8 @@ def test_states_come_in_from_host_memory_and_go_back_by_hand() -> None:
         for backward, held in ((True, weights + states), (False, weights)):
             copied_s = host_copy_s(held * PARAMETERS, H100.host)
             assert sharded.copied_s(backward=backward, out=False) == pytest.approx(copied_s)
+    frozen = cost(IDEAL, Talk(), MEMORY_ONLY, offload=True, dp=4, zero_stage=3, weights="bf16")
+    assert frozen.copied_s(backward=False, out=False) == pytest.approx(host_copy_s(2 / 4 * PARAMETERS, H100.host))
     kept = cost(IDEAL, Talk(), MEMORY_ONLY)
     assert (kept.copied_s(backward=True, out=False), kept.train_s([100]).offload_s) == (0.0, 0.0)
 

@@ -356,8 +356,7 @@ def stage_bytes(
         def sharded(bytes_per_parameter: int, stage: int) -> float:
             return sum(bytes_per_parameter * n / (spread.sharded_over if zero >= stage else 1) for n, spread in parts)
 
-        weight = strategy.shard_bytes if backward else BF16
-        found = {"parameters": sharded(weight, 3) * (1.0 + adapters)}
+        found = {"parameters": sharded(strategy.shard_bytes, 3) * (1.0 + adapters)}
         kept, working = 0.0, tokens * max(each[layer][1] for layer in layers)
         if backward:
             states = sharded(strategy.states_bytes, 1) * (1 - strategy.cpu_optimizer) * trained

@@ -180,10 +180,10 @@ class PlacedExperiment:
             refuse("placing", gpus=self.gpus, kept=len(self._gpus_apart))
             check_meshes(workflow, plan, self.loaded.cluster)
             plan = self._without_idle_syncs(plan)
-        return beside_generation(self._with_critics_own(plan), workflow, self._streamed)
+        return beside_generation(self._with_own(plan), workflow, self._streamed)
 
-    def _with_critics_own(self, plan: Plan) -> Plan:
-        """The plan with the critic's own switches, where the plan does not say others than the actor's."""
+    def _with_own(self, plan: Plan) -> Plan:
+        """The plan with the calls' own switches, where the plan does not say others than the actor's."""
         usual, placements = self.style, dict(plan.placements)
         for call in self.workflow.calls:
             if (strategy := plan.of(call.name).strategy) and (own := self._own_of(call)):
@@ -192,12 +192,16 @@ class PlacedExperiment:
         return Plan(placements)
 
     def _own_of(self, call: Call) -> dict[str, Any]:
-        """The switches that the critic has of its own, in training all, in inference where its weights are between."""
-        own = self.loaded.experiment.training.of_critic if call.model == "critic" else {}
+        """The switches that the critic has of its own, in training all, in inference where its weights are between; and
+        the type of weights that are not trained."""
+        training = self.loaded.experiment.training
+        if all(one.model != call.model for one in self.workflow.calls if one.kind == "train"):
+            return {"weights": training.frozen_weights}
+        own = training.of_critic if call.model == "critic" else {}
         return own if call.kind == "train" else {name: own[name] for name in own if name == "offload"}
 
     def style_of(self, call: Call) -> TrainStrategy:
-        """The switches of training as a call has them: some of the critic's may be its own."""
+        """The switches of training as a call has them: some may be its own."""
         return replace(self.style, **self._own_of(call))
 
     def epochs_of(self, call: Call) -> int:

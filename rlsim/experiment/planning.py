@@ -213,7 +213,7 @@ class PlanSpace:
     def _copy_bytes(self, target: str, pair: tuple[list[Layout], list[Layout]]) -> PairTimes | None:
         """What a trained model's inference keeps of its own; nothing where training has just these weights."""
         call = self.workflow.call(target)
-        if call.kind != "inference" or self._placed.style_of(call).offload:
+        if call.kind != "inference" or (style := self._placed.style_of(call)).offload:
             return None
         model = self._loaded.models[call.model]
 
@@ -221,7 +221,7 @@ class PlanSpace:
             if source == to:
                 return 0.0
             zero = 3 if to.zero3 else 0
-            strategy = TrainStrategy(dp=to.dp, tp=to.tp, pp=to.pp, cp=to.cp, zero_stage=zero)
+            strategy = replace(style, dp=to.dp, tp=to.tp, pp=to.pp, cp=to.cp, zero_stage=zero)
             if to.expert_cut is not None:
                 strategy = replace(strategy, ep=to.expert_cut, expert_tp=1)
             return max(stage["parameters"] for stage in stage_bytes(model, strategy, backward=False))

@@ -155,6 +155,7 @@ class TrainingSpec(Schema):
     lora_rank: int | None = Field(default=None, ge=1, le=65_536)
     gradients: GradientType = "fp32"
     weights: WeightType = "fp32"
+    frozen_weights: WeightType = "bf16"
     sequence_parallel: bool = True
     recompute: Recompute = "full"
     critic_recompute: Recompute | None = None
