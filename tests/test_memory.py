@@ -14,6 +14,7 @@ from rlsim.cost.memory import (
     rollout_activation_bytes,
     rollout_memory,
     rollout_weight_bytes,
+    stage_bytes,
 )
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
@@ -210,6 +211,10 @@ def test_a_pipelines_first_stage_keeps_as_many_micro_batches_as_there_are_stages
     assert cut["activations"] == 1000 * (4 * 8 * layer + gradients)
     uneven = call_bytes(LLAMA.as_critic(), TrainStrategy(pp=3, recompute="none"), 1000, backward=True)
     assert uneven["activations"] == 1000 * (3 * 11 * layer + gradients)  # eleven of 32 layers
+    few = stage_bytes(LLAMA.as_critic(), TrainStrategy(pp=4, recompute="none"), 1000, backward=True, rank_tokens=1500)
+    assert [stage["activations"] for stage in few] == [
+        t * 8 * layer + 1000 * gradients for t in (1500, 1500, 1500, 1000)
+    ]
     first = call_bytes(LLAMA, TrainStrategy(pp=2, recompute="none"), 1000, backward=True)
     assert (first["activations"], first["logits"]) == (1000 * (2 * 16 * layer + gradients), 0.0)
     last = call_bytes(LLAMA, TrainStrategy(pp=2, recompute="full"), 1000, backward=True)

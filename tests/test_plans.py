@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ruamel.yaml import YAML
 
 import rlsim
 from rlsim.cost.ledger import Ledger, Row, total
+from rlsim.cost.memory import stage_bytes
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError, RlsimError
 from rlsim.experiment.plan_report import search_plan
@@ -617,6 +618,10 @@ def test_no_micro_batch_holds_more_than_a_rank_has() -> None:
     assert micro_batch(batch, reference, spread, as_they_come=True) == 8 * 150
     assert micro_batch(batch, train, TrainStrategy(dp=16)) == 150
     assert micro_batch(batch, reward, replace(spread, micro_batches=1)) == 6 * 100
+    piped = TrainStrategy(pp=4, micro_batch_tokens=300, recompute="none")  # 1,200 tokens in flight: a rank has 600
+    stages = stage_bytes(TINY, piped, 300, backward=True, rank_tokens=4 * 150)
+    memory = PlanMemory(workflow, dict.fromkeys(("actor", "reference", "reward"), TINY), load_cluster("8xh100"), batch)
+    assert [states | parts for states, parts in memory.of(train, piped)] == stages
 
 
 @pytest.mark.parametrize("call", ["train", "train_critic", "values", "ref_log_prob", "reward_score"])
@@ -636,3 +641,8 @@ def test_the_worst_micro_batch_is_of_the_longest_that_the_limits_allow(call: str
     assert [micro_batch(batch, which, budget, worst=worst) for worst in (False, True)] == [300, 500]
     wide = replace(budget, micro_batch_tokens=900)
     assert micro_batch(batch, which, wide, worst=True) == 900
+    held = partial(batch.rank_tokens, which, TINY)  # of four sequences, or of eight; 430 tokens are in all
+    assert 430 / 2 <= held(pairs) <= 150 + 70 + 60 + 50
+    assert (held(pairs, worst=True), held(replace(pairs, dp=1), worst=True)) == (4 * 500, 8 * 500)
+    assert (held(pairs, as_they_come=True), held(replace(pairs, micro_batches=2))) == (430, 4 * 100)
+    assert replace(batch, drawn=np.zeros(0, np.int64)).rank_tokens(which, TINY, pairs) == 4 * 150

@@ -324,7 +324,13 @@ def logits_bytes(
 
 
 def stage_bytes(
-    model: Model, strategy: TrainStrategy, tokens: float | None = None, *, backward: bool, entropy: bool = False
+    model: Model,
+    strategy: TrainStrategy,
+    tokens: float | None = None,
+    *,
+    backward: bool,
+    entropy: bool = False,
+    rank_tokens: float = math.inf,
 ) -> list[dict[str, float]]:
     """Peak bytes by part on a GPU of each pipeline stage, for a training call or one without gradient (log-probs,
     values, rewards).
@@ -336,13 +342,14 @@ def stage_bytes(
     data-parallel ranks, those of experts that are apart by the ranks with the same experts. Under LoRA adapters alone
     have gradients and states. Stage 3 gathers two layers (one in use, one prefetched), or embedding and head, in bf16,
     and holds one unit's whole gradient. Training keeps what `strategy.recompute` says of each layer: of PP
-    micro-batches on the first stage of a 1F1B pipeline, of one less on each that follows. Only the last stage has
+    micro-batches on the first stage of a 1F1B pipeline, of one less on each that follows, but of no more than the
+    `rank_tokens` of a rank's mini-batch. Only the last stage has
     logits. The peak is inside a layer (its live tensors, no logits) or at the head (`logits_bytes`; `entropy`: of the
     logits too): logits are there after the last layer's forward pass and gone before its backward pass. Host offload
     empties the GPU between calls: the peak is the same. Raises `ConfigError` if the strategy does not suit the model.
     """
     strategy.check_model(model)
-    tokens = (tokens or strategy.budget(backward=backward)) / strategy.cp
+    tokens, rank_tokens = (tokens or strategy.budget(backward=backward)) / strategy.cp, rank_tokens / strategy.cp
     zero, each = strategy.zero_stage, {layer: activation_bytes_per_token(layer, strategy) for layer in model.groups}
     all_logits = logits_bytes(model, strategy, tokens, backward=backward, entropy=entropy)
     adapters = model.adapters(strategy.lora_rank)
@@ -362,7 +369,8 @@ def stage_bytes(
             states = sharded(strategy.states_bytes, 1) * (1 - strategy.cpu_optimizer) * trained
             gradient = strategy.shard_bytes if strategy.fsdp else strategy.gradient_bytes
             found |= {"gradients": sharded(gradient, 2) * trained, "optimizer states": states}
-            kept = tokens * (len(stages) - at) * sum(count * each[layer][0] for layer, count in layers.items())
+            kept = sum(count * each[layer][0] for layer, count in layers.items())
+            kept *= min(tokens * (len(stages) - at), rank_tokens)
             live = (each[layer] for layer in layers)
             working = tokens * max(whole * (strategy.recompute != "none") + grads for _, whole, grads in live)
         logits = all_logits * (at == len(stages) - 1)

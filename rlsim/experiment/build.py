@@ -206,7 +206,7 @@ class LoadedExperiment:
             training.mini_batches,
             spec.prompts * self.algorithm.baseline_responses,
             self.experiment.trace.max_model_len or self.longest_sequence,
-            *([self.first_step] if counted else []),
+            *([self.first_step] if counted or training.pp > 1 else []),
         )
 
     @cached_property

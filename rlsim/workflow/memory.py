@@ -10,6 +10,7 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
+from rlsim.cost.flops import Floats
 from rlsim.cost.layout import PLAIN, ReplicaLayout
 from rlsim.cost.ledger import Ledger, Row, does_not_fit, total
 from rlsim.cost.memory import RESERVED_BYTES, STATES, rollout_weight_bytes, stage_bytes
@@ -48,23 +49,42 @@ class BatchSize:
         as many of the longest, those of the trace are in `drawn`. So many micro-batches a rank are balanced: an equal
         share. One rank may take all sequences where the call takes them `as_they_come`.
         """
-        longest = max(self.limit_tokens, self.longest_tokens) if worst else self.longest_tokens
-        sequences = self.sequences + (self.baselines if call.model == "reward" else 0)
-        backward = call.kind == "train"
-        minis = self.mini_batches if backward else 1
+        longest, share, most = self._share(call, strategy, as_they_come, worst)
         if strategy.micro_batches is not None:
-            share = sequences / strategy.dp / minis / strategy.micro_batches
-            return math.ceil(max(longest, share * self.mean_tokens))
-        most = sequences if as_they_come else math.ceil(sequences / strategy.dp / minis)
+            return math.ceil(max(longest, share / strategy.micro_batches * self.mean_tokens))
+        backward = call.kind == "train"
         each = strategy.sequences(backward=backward)
         if each is None or worst:
             budget = strategy.budget(backward=backward) if each is None else each * longest
             return min(max(budget, longest), most * longest)
-        batching = MicroBatching(model, strategy)
-        made = [batching.of_part(self.drawn, backward=backward)]
-        if not as_they_come:
-            made = batching.of_call(self.drawn, minis, backward=backward)
-        return max(longest, *(math.ceil(float(one.tokens.max(initial=0.0))) for one in made))
+        return max(longest, *(math.ceil(float(one.max())) for one in self._made(call, model, strategy, as_they_come)))
+
+    def rank_tokens(
+        self, call: Call, model: Model, strategy: TrainStrategy, *, as_they_come: bool = False, worst: bool = False
+    ) -> int:
+        """Tokens of a mini-batch on its fullest rank, likewise; of so many of the longest where none are drawn."""
+        longest, share, most = self._share(call, strategy, as_they_come, worst)
+        if strategy.micro_batches is not None:
+            return math.ceil(max(longest, share * self.mean_tokens))
+        if worst or not len(self.drawn):
+            return most * longest
+        made = self._made(call, model, strategy, as_they_come)
+        return max(longest, *(math.ceil(float(one.sum(axis=1).max())) for one in made))
+
+    def _share(self, call: Call, strategy: TrainStrategy, as_they_come: bool, worst: bool) -> tuple[int, float, int]:
+        """The longest sequence; sequences of a rank's mini-batch, on average and at most."""
+        longest = max(self.limit_tokens, self.longest_tokens) if worst else self.longest_tokens
+        sequences = self.sequences + (self.baselines if call.model == "reward" else 0)
+        share = sequences / strategy.dp / (self.mini_batches if call.kind == "train" else 1)
+        return longest, share, sequences if as_they_come else math.ceil(share)
+
+    def _made(self, call: Call, model: Model, strategy: TrainStrategy, as_they_come: bool) -> list[Floats]:
+        """Tokens of the micro-batches of the lengths drawn, by rank, of each mini-batch."""
+        batching, backward = MicroBatching(model, strategy), call.kind == "train"
+        if as_they_come:
+            return [batching.of_part(self.drawn, backward=backward).tokens]
+        minis = self.mini_batches if backward else 1
+        return [one.tokens for one in batching.of_call(self.drawn, minis, backward=backward)]
 
 
 class PlanMemory:
@@ -88,9 +108,11 @@ class PlanMemory:
 
     def micro_batch_tokens(self, call: Call, strategy: TrainStrategy, *, worst: bool = False) -> int:
         """Tokens of a call's largest micro-batch: see `BatchSize`."""
-        come = any(edge.grain != "stage" for edge in self._workflow.into(call.name))
-        model = self._models[call.model]
+        model, come = self._models[call.model], self._as_they_come(call)
         return self._batch.micro_batch_tokens(call, model, strategy, as_they_come=come, worst=worst)
+
+    def _as_they_come(self, call: Call) -> bool:
+        return any(edge.grain != "stage" for edge in self._workflow.into(call.name))
 
     def of(
         self, call: Call, strategy: TrainStrategy, *, holds_weights: bool = False, worst: bool = False
@@ -98,10 +120,15 @@ class PlanMemory:
         """Bytes by part on each GPU of a training or inference call, by pipeline stage: what it keeps between its runs,
         and what it needs beside that while it runs. `holds_weights`: training of the same model keeps what an inference
         has there."""
-        tokens, backward = self.micro_batch_tokens(call, strategy, worst=worst), call.kind == "train"
+        model, backward, rank_tokens = self._models[call.model], call.kind == "train", math.inf
+        tokens = self.micro_batch_tokens(call, strategy, worst=worst)
+        if backward and strategy.pp > 1:
+            come = self._as_they_come(call)
+            rank_tokens = self._batch.rank_tokens(call, model, strategy, as_they_come=come, worst=worst)
         policy = any(c.kind == "generate" and c.model == call.model for c in self._workflow.calls)
         found = list[tuple[dict[str, float], dict[str, float]]]()
-        for parts in stage_bytes(self._models[call.model], strategy, tokens, backward=backward, entropy=policy):
+        stages = stage_bytes(model, strategy, tokens, backward=backward, entropy=policy, rank_tokens=rank_tokens)
+        for parts in stages:
             # A copy of a trained model stays too: it comes right after training, and generation is before its use.
             states = {part: parts.pop(part) for part in STATES if part in parts}
             if holds_weights and not backward:
