@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rlsim.cost.flops import forward_flops, pair_flops
 from rlsim.cost.memory import call_bytes, kept_bytes
 from rlsim.cost.micro_batches import MicroBatches, MicroBatching, deal, first_fit, pack
-from rlsim.cost.strategy import TrainEfficiency, TrainStrategy
+from rlsim.cost.strategy import ContextParallel, TrainEfficiency, TrainStrategy
 from rlsim.cost.train import TrainCost
 from rlsim.cost.transfer import host_copy_s
 from rlsim.errors import ConfigError
@@ -292,13 +292,22 @@ def test_communication_of_context_parallelism_by_hand() -> None:
     assert cost(IDEAL, Ring(4e9), slow, cp=4).forward_s([1000]).communication_s == 0.0
 
 
-def test_layers_without_attention_exchange_nothing_over_cp() -> None:
+@pytest.mark.parametrize(("cp", "heads"), [(4, 8), (16, 16)])
+def test_communication_of_ulysses_by_hand(cp: int, heads: int) -> None:
+    """All-to-alls of queries and outputs (4,096 wide), keys and values (8 heads of 128, for as many GPUs as there are),
+    bf16, in each pass; attention hides none of it."""
+    sent_s = (cp - 1) / cp * 1000 / cp * 2 * (2 * 4096 + 2 * heads * 128) / 1e9
+    call = cost(IDEAL, Ring(1e9), load_cluster("2x8xh100"), cp=cp, context_parallel="ulysses")
+    assert call.forward_s([1000]).communication_s == pytest.approx(32 * sent_s)
+    assert call.part_time([1000], backward=True).communication_s == pytest.approx(32 * 3 * sent_s)
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+def test_layers_without_attention_exchange_nothing_over_cp(kind: ContextParallel) -> None:
     hybrid = load_model("nemotron-3-nano-30b-a3b")  # a block a layer: Mamba, experts or attention
     assert not all(layer.attention.blocks for layer in hybrid.groups)
-    times = [
-        TrainCost(hybrid, H100, Ring(bus), TrainStrategy(cp=2), REAL).part_time([1000], backward=True)
-        for bus in (1e9, 2e9)
-    ]
+    strategy = TrainStrategy(cp=2, context_parallel=kind)
+    times = [TrainCost(hybrid, H100, Ring(bus), strategy, REAL).part_time([1000], backward=True) for bus in (1e9, 2e9)]
     slow, fast = (one.communication_s for one in times)
     assert 0 < fast < slow
 

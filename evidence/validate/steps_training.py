@@ -21,7 +21,7 @@ from rlsim.base.schema import Schema
 from rlsim.cost.calibration import load_calibration
 from rlsim.cost.calls import CallCosts
 from rlsim.cost.flops import Floats
-from rlsim.cost.strategy import EXPERT_IMBALANCE, TrainStrategy, attention_of, logits_of
+from rlsim.cost.strategy import EXPERT_IMBALANCE, TrainStrategy, attention_of, context_parallel_of, logits_of
 from rlsim.cost.train import TrainTime
 from rlsim.models.hardware import load_cluster
 from rlsim.models.layers import Experts
@@ -121,7 +121,8 @@ class TrainingRun(Schema):
         return TrainStrategy(
             **kinds, dp=load_cluster(self.cluster).gpus // share, offload=True, host_memory="pageable",
             sequence_parallel=self.tp > 1, zero_stage=3 if fsdp else 1, logits=logits_of(self.backend, not fsdp),
-            attention=attention_of(self.backend), looped_experts=fsdp,
+            attention=attention_of(self.backend), context_parallel=context_parallel_of(self.backend),
+            looped_experts=fsdp,
         )  # fmt: skip
 
     def simulated(self, expert_imbalance: float = EXPERT_IMBALANCE) -> tuple[TrainTime, TrainTime]:

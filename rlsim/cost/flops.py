@@ -54,7 +54,7 @@ class AttentionWork:
     - `token_flops`: FLOPs of a token beside the projections, whatever the length (linear attention).
     - `kept`: what the backward pass needs: queries, keys, values and output; `latent`: the same of what TP replicates.
     - `moved`: elements that element-wise kernels read and write; `latent_moved`: the same of what TP replicates.
-    - `exchanged`: keys and values, which context parallelism gathers.
+    - `exchanged`: keys and values, which context parallelism exchanges; Ulysses queries and outputs too (`queried`).
     """
 
     reach: Reach = Reach()
@@ -62,6 +62,7 @@ class AttentionWork:
     kept: float = 0
     moved: float = 0
     exchanged: float = 0
+    queried: float = 0
     token_flops: float = 0.0
     latent: float = 0.0
     latent_moved: float = 0.0
@@ -97,6 +98,7 @@ def attention_work(attention: Attention) -> AttentionWork:
                 kept=q_dim + out_dim + both + attention.gated * q_dim,
                 moved=2 * (q_dim + attention.kv_dim) + attention.gated * 3 * q_dim,
                 exchanged=both,
+                queried=q_dim + out_dim,
             )
         case LatentAttention():
             q_dim, v_dim = (
@@ -109,6 +111,7 @@ def attention_work(attention: Attention) -> AttentionWork:
                 kept=2 * (q_dim + v_dim),
                 moved=4 * q_dim,
                 exchanged=q_dim + v_dim,
+                queried=q_dim + v_dim,
                 latent=2 * ranks + attention.rope_dim,
                 latent_moved=2 * ranks,
             )
@@ -120,6 +123,7 @@ def attention_work(attention: Attention) -> AttentionWork:
                 kept=2 * (2 * key + value) + 2 * value,
                 moved=2 * (2 * key + value) + 4 * key + 3 * value,
                 exchanged=key + value,
+                queried=key + value,
             )
         case Mamba2():
             chunk, state = attention.chunk_tokens, attention.state_dim
@@ -129,6 +133,7 @@ def attention_work(attention: Attention) -> AttentionWork:
                 kept=2 * attention.convolved + 2 * attention.inner,
                 moved=2 * attention.convolved + 3 * attention.inner,
                 exchanged=attention.convolved,
+                queried=attention.inner,
             )
         case NoAttention():
             return AttentionWork()

@@ -18,6 +18,7 @@ WeightType = Literal["fp32", "bf16"]
 Packing = Literal["balanced", "first_fit"]
 HostMemory = Literal["pinned", "pageable", "pageable_weights", "saver"]
 Logits = Literal["bf16", "fp32", "torch", "fused"]
+ContextParallel = Literal["ulysses", "ring"]
 AttentionKernel = Literal["flash_attention_2", "flash_attention_3", "cudnn"]
 
 
@@ -31,6 +32,11 @@ def logits_of(backend: str, fused_kernels: bool = False) -> Logits:
 def attention_of(backend: str) -> AttentionKernel:
     """What a training backend computes attention with: Hugging Face's default under FSDP, else Transformer Engine's."""
     return "flash_attention_2" if backend == "fsdp" else "cudnn"
+
+
+def context_parallel_of(backend: str) -> ContextParallel:
+    """How a training backend shares sequences out: veRL, SkyRL and AReaL under FSDP by heads, Megatron in a ring."""
+    return "ulysses" if backend == "fsdp" else "ring"
 
 
 _FROM_ONE = (
@@ -91,6 +97,7 @@ class TrainStrategy:
     cpu_optimizer_rate: float = 2e11
     sequence_parallel: bool = False
     logits: Logits = "bf16"
+    context_parallel: ContextParallel = "ring"
     attention: AttentionKernel = "cudnn"
     looped_experts: bool = False
     fused_rope: bool = True

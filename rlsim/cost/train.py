@@ -27,7 +27,7 @@ from rlsim.cost.micro_batches import MicroBatches, MicroBatching
 from rlsim.cost.strategy import CHUNKED_FLOP_PER_S, TrainEfficiency, TrainStrategy
 from rlsim.cost.transfer import allocated_copy_s, host_copy_s
 from rlsim.models.hardware import Cluster
-from rlsim.models.layers import Experts, Layer, Recurrent
+from rlsim.models.layers import Experts, FullAttention, Layer, Recurrent
 from rlsim.models.model import Model
 
 #: FLOPs of the backward pass over those of the forward pass. Flash attention recomputes the scores on the way back:
@@ -107,6 +107,7 @@ class _Layers:
     attention_token_s: float
     adapters_s: tuple[float, float]
     kv_bytes: float
+    query_bytes: float
     parts: tuple[float, ...]
     blocks: int
     expert_s: float = 0.0
@@ -190,6 +191,9 @@ class TrainCost:
         launch_s = efficiency.expert_launch_s if isinstance(layer.mlp, Experts) else 0.0
         if strategy.looped_experts and isinstance(layer.mlp, Experts):
             launch_s = efficiency.looped_expert_s * layer.mlp.experts / strategy.ep
+        repeated = 1  # Ulysses has a head of keys for every GPU
+        if strategy.context_parallel == "ulysses" and isinstance(layer.attention, FullAttention):
+            repeated = max(strategy.cp // layer.attention.kv_heads_per_gpu(strategy.tp), 1)
         if strategy.experts_apart and isinstance(layer.mlp, Experts):
             mlp = layer.mlp
             expert_flops = 2.0 * mlp.routed_weights(layer.hidden)
@@ -209,7 +213,8 @@ class TrainCost:
             pair_s=work.pair_flops / split / attention,
             attention_token_s=slower * work.token_flops / split / (CHUNKED_FLOP_PER_S * gpu.sm_count),
             adapters_s=(BF16 * forth / strategy.cp / memory, BF16 * back / strategy.cp / memory),
-            kv_bytes=work.exchanged * BF16 / strategy.tp,
+            kv_bytes=repeated * work.exchanged * BF16 / strategy.tp,
+            query_bytes=work.queried * BF16 / strategy.tp,
             parts=(own, *([routed] if routed else [])),
             launch_s=launch_s,
             **apart,
@@ -371,14 +376,24 @@ class TrainCost:
                 )
                 exposed += layer.blocks * passes.tensor_parallel * time
         if strategy.cp > 1 and layer.kv_bytes:
-            exchange = _interpolated(partial(self._groups.time_s, "all_gather", group="cp"), tokens * layer.kv_bytes)
-            exposed += np.maximum(exchange * passes.tensor_parallel - attention, 0.0)
+            exposed += self._exchange_s(layer, tokens, attention / passes.tensor_parallel) * passes.tensor_parallel
         if layer.expert_s:
             routed = self._together(tokens, np.mean) * strategy.expert_imbalance
             compute += np.maximum(routed * layer.expert_s, layer.expert_weights_s * (routed > 0)) * passes.linear
             exposed += self._dispatch_s(routed * layer.sent_bytes) * passes.tensor_parallel
         launched_s = layer.launch_s * passes.launches * (tokens > 0)
         return np.maximum(compute, launched_s - exposed), exposed
+
+    def _exchange_s(self, layer: _Layers, tokens: Floats, attention_s: Floats) -> Floats:
+        """CP's communication of one pass that nothing hides. A ring moves keys and values beside attention; Ulysses
+        sends queries, keys and values to the GPUs of their heads before it, and outputs back after it (veRL, SkyRL and
+        AReaL: `_ulysses_flash_attention_forward`)."""
+        if self.strategy.context_parallel == "ring":
+            exchange = _interpolated(partial(self._groups.time_s, "all_gather", group="cp"), tokens * layer.kv_bytes)
+            return np.maximum(exchange - attention_s, 0.0)
+        send_s, local = partial(self._groups.time_s, "all_to_all", group="cp"), tokens / self.strategy.cp
+        queries_s, keys_s = (_interpolated(send_s, local * n / 2) for n in (layer.query_bytes, layer.kv_bytes))
+        return 2.0 * (queries_s + keys_s)  # and outputs, and values
 
     def _dispatch_s(self, sent_bytes: Floats) -> Floats:
         """Seconds of bringing tokens to their experts and back, once each, where a GPU sends `sent_bytes`.

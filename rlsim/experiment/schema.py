@@ -14,6 +14,7 @@ from rlsim.cost.assumed import PLAIN_COSTS, AssumedCosts
 from rlsim.cost.strategy import (
     EXPERT_IMBALANCE,
     AttentionKernel,
+    ContextParallel,
     GradientType,
     HostMemory,
     Logits,
@@ -21,6 +22,7 @@ from rlsim.cost.strategy import (
     Recompute,
     WeightType,
     attention_of,
+    context_parallel_of,
     logits_of,
 )
 from rlsim.cost.weight_sync import SyncMethod
@@ -166,6 +168,7 @@ class TrainingSpec(Schema):
     packing: Packing = "balanced"
     logits: Logits | None = None
     attention: AttentionKernel | None = None
+    context_parallel: ContextParallel | None = None
     looped_experts: bool = False
     fused_rope: bool = True
     driver_per_token: Seconds = Field(default=0.0, ge=0, le=1e-3)
@@ -186,9 +189,13 @@ class TrainingSpec(Schema):
 
     @property
     def kinds(self) -> dict[str, Any]:
-        """ZeRO stage, attention kernel and logits: as given, or the backend's own."""
-        attention, logits = self.attention or attention_of(self.backend), self.logits or logits_of(self.backend)
-        return {"zero_stage": self.stage, "attention": attention, "logits": logits}
+        """ZeRO stage, attention kernel, its context parallelism and logits: as given, or the backend's own."""
+        return {
+            "zero_stage": self.stage,
+            "attention": self.attention or attention_of(self.backend),
+            "context_parallel": self.context_parallel or context_parallel_of(self.backend),
+            "logits": self.logits or logits_of(self.backend),
+        }
 
     @property
     def stage(self) -> int:

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from rlsim.base.refusals import refuse
 from rlsim.base.schema import Schema, validate
-from rlsim.cost.strategy import EXPERT_IMBALANCE, Recompute, TrainStrategy, attention_of, logits_of
+from rlsim.cost.strategy import EXPERT_IMBALANCE, Recompute, TrainStrategy, attention_of, context_parallel_of, logits_of
 from rlsim.errors import CalibrationError
 from rlsim.frameworks.mapping import Reading, own_limits
 from rlsim.frameworks.verl.log import VerlLog
@@ -229,6 +229,7 @@ def _strategies(
         "attention": "flash_attention_3" if not megatron and find.logged("attention") == "flash_attention_3" else own,
         "fused_rope": not megatron or bool(find.logged("rope_fusion")),
         "host_memory": "pageable_weights" if find.logged("strategy") == "fsdp2" else "pinned",
+        "context_parallel": context_parallel_of(backend),
         "logits": logits_of(backend, bool(find.logged("fused"))),
         "looped_experts": not megatron,
         "expert_imbalance": EXPERT_IMBALANCE,
