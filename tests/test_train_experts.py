@@ -134,6 +134,14 @@ def test_a_token_is_kept_for_each_of_its_experts() -> None:
     assert activation_bytes_per_token(QWEN.layer, tp)[0] == rest + SENT  # an expert that is cut gets its tokens whole
 
 
+@pytest.mark.parametrize(("looped", "held"), [(False, 12), (True, 6 + 6 * WIDTH / HIDDEN)])
+def test_gradients_of_weighting_grouped_experts(looped: bool, held: float) -> None:
+    """Under FSDP, of each number that experts put out: its product's gradient, its own and the router's, all in fp32;
+    where experts run one by one those of their inputs and outputs, gate, up and product."""
+    *_, gradients = activation_bytes_per_token(QWEN.layer, TrainStrategy(zero_stage=3, looped_experts=looped))
+    assert gradients == 2 * HIDDEN + held * ACTIVE * HIDDEN
+
+
 # Work -------------------------------------------------------------------------------------------------------------
 
 

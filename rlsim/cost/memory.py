@@ -272,7 +272,8 @@ def activation_bytes_per_token(layer: Layer, strategy: TrainStrategy) -> tuple[f
     but under FSDP layers are Hugging Face's modules: each norm keeps its input in fp32 and what it scales in bf16 too,
     the MLP the output of its activation function, experts (as in torchtitan) the copies in their order and what they
     put out in fp32, for its product with the router's weights. Experts get equal shares of the tokens. Gradients are
-    most in the MLP: of its output, its product, gate and up, and of the experts' copies.
+    most in the MLP: of its output, its product, gate and up, and of the experts' copies; or, of grouped experts under
+    FSDP, at that product with the router's weights: in fp32 what comes in, and what goes to both factors, as wide.
     """
     tp = strategy.tp
     outside = tp if strategy.sequence_parallel else 1
@@ -289,6 +290,8 @@ def activation_bytes_per_token(layer: Layer, strategy: TrainStrategy) -> tuple[f
         in_heads = work.kept / 2 if isinstance(layer.attention, FullAttention) and layer.attention.head_norms else 0
         everything += (FP32 + BF16) * (blocks * hidden / outside + (in_heads + copies) / tp) + BF16 * product / tp
         gradients += FP32 * copies / tp
+        if not strategy.looped_experts:
+            gradients = max(gradients, BF16 * hidden / outside + 3 * FP32 * copies / tp)
     if strategy.recompute == "full":
         return BF16 * hidden / outside, everything, gradients
     if strategy.recompute == "selective":
