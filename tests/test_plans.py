@@ -322,8 +322,7 @@ def test_a_reference_has_weights_of_a_type_of_its_own() -> None:
     """FSDP's actor comes in for log-probs as it is trained, in fp32; what is not trained in bf16, or as it is said."""
     for frozen, each in (("bf16", 2), ("fp32", 4)):
         training = {"backend": "fsdp", "offload": True, "frozen_weights": frozen}
-        loaded, _, folder = load_experiment(experiment(training=training))
-        rows = Simulator(LoadedExperiment.of(loaded, folder)).placed().ledger.rows
+        rows = placed_of(experiment(training=training)).ledger.rows
         held = {row.holder: row.bytes for row in rows if row.part == "parameters"}
         assert held["values"] == held["train_critic"]
         assert held["train"] == held["ref_log_prob"] * 4 / each
