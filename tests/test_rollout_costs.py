@@ -1,7 +1,9 @@
 """Prices of a rollout's switches and KV transfers, worked out by hand from made-up rates of round numbers."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -33,7 +35,7 @@ KV_BYTES = 131_072  # of a token: 2 · 32 layers · 8 KV heads · 128 · 2 bytes
 WEIGHT_BYTES = 16_060_522_496  # 8,030,261,248 parameters in bf16
 
 
-def costs(**rates: float | None) -> RolloutCostModel:
+def costs(limits: Mapping[str, int] = MappingProxyType({}), **rates: float | None) -> RolloutCostModel:
     """Llama on two nodes of eight H100s; 1 GB/s for KV, 2 GB/s for weights, 10 ms a graph, 0.3 s and 5 s otherwise."""
     calibration = load_calibration("h100-vllm")
     made_up = {
@@ -45,7 +47,8 @@ def costs(**rates: float | None) -> RolloutCostModel:
         "migrate_bytes_per_s": 1e9,
     }
     runtime = calibration.runtime.model_copy(update=made_up | rates)
-    return RolloutCostModel(LLAMA, load_cluster("2x8xh100"), calibration.model_copy(update={"runtime": runtime}))
+    made = calibration.model_copy(update={"runtime": runtime})
+    return RolloutCostModel(LLAMA, load_cluster("2x8xh100"), made, **limits)
 
 
 def test_a_switch_by_hand() -> None:
@@ -64,6 +67,22 @@ def test_a_switch_by_hand() -> None:
     assert cost.weights_s == pytest.approx(WEIGHT_BYTES * 7 / 8 / 2e9)
     assert cost.graph_s == pytest.approx(0.02)
     assert costs().switch(8, 1, 8, [], 0, "recompute", first_use=True).control_s == pytest.approx(5.3)
+
+
+@pytest.mark.parametrize(
+    ("limits", "tail", "every"),
+    [
+        ({"largest_graph": 0}, 0, 0),
+        ({"largest_graph": 2}, 2, 2),
+        ({"max_sequences": 2}, 2, 2),
+        ({"max_sequences": 5}, 3, 4),
+    ],
+)
+def test_a_switch_captures_no_graph_that_the_engine_has_not(limits: dict[str, int], tail: int, every: int) -> None:
+    """Three requests a replica; sizes are 1, 2, 4, 8 and 16: five sequences at most run in that of 8."""
+    ways = (SwitchWay(), SwitchWay(graphs="all"))
+    found = [costs(limits).switch(8, 2, 4, [1000, 3000], 6, "migrate", False, way).graph_s for way in ways]
+    assert found == pytest.approx([0.01 * tail, 0.01 * every])
 
 
 def test_a_switch_by_other_ways() -> None:

@@ -178,10 +178,11 @@ class RolloutCostModel:
 
         Weights are resharded, or loaded again as a whole. The KV of `contexts` migrates (`kv` = "migrate") inside
         groups of max(from, to) GPUs side by side, each moving its share, or is left to be recomputed by the engine
-        (then it costs nothing here). Decode graphs are captured for the batch sizes up to a target replica's share of
-        the requests only, unless all are wanted. Communication groups are created at their first use; in a restart
-        they are among what the engine's start takes. Raises `ConfigError` for replicas across nodes, and
-        for those that share a model by more than TP: engines do not change such a layout while they run.
+        (then it costs nothing here). Decode graphs, where the engine has any, are captured for the batch sizes up to a
+        target replica's share of the requests only, unless all that it may run at once are wanted. Communication groups
+        are created at their first use; in a restart they are among what the engine's start takes. Raises `ConfigError`
+        for replicas across nodes, and for those that share a model by more than TP: engines do not change such a layout
+        while they run.
         """
         if not self._layout.plain or self._pp > 1 or max(from_tp, to_tp) > self.cluster.domain_gpus:
             raise ConfigError(
@@ -189,9 +190,11 @@ class RolloutCostModel:
                 "engine.pp, engine.data_parallel_attention, and across nodes"
             )
         runtime = self.calibration.runtime
-        graphs: Sequence[int] = runtime.graph_batch_sizes
+        sizes = [size for size in runtime.graph_batch_sizes if size <= self._running.get("largest_graph", math.inf)]
+        largest = self._limits[2]
         if way.graphs == "tail":
-            graphs = captured_batch_sizes(max(math.ceil(sequences * to_tp / gpus), 1), graphs)
+            largest = min(largest, max(math.ceil(sequences * to_tp / gpus), 1))
+        graphs = captured_batch_sizes(largest, sizes)
         moved_s = share = 0.0
         if kv == "migrate":
             share = self._kept_tokens(contexts) * max(from_tp, to_tp) / gpus
