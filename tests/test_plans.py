@@ -566,8 +566,12 @@ def test_a_searched_plan_leaves_the_gpus_of_a_judge_alone(tmp_path: Path, monkey
     result = rlsim.run(given)
     assert busy_gpus(result, "real").pop("reward") <= set(range(8, 16))
     assert set().union(*(gpus for call, gpus in busy_gpus(result, "real").items() if call != "reward")) <= set(range(8))
-    with pytest.raises(ConfigError, match="some of every node"):
-        rlsim.run({**given, "workflow": {**given["workflow"], "reward": {"judge": {**judge, "reserved": 0.25}}}})
+    found = search_plan(given, evaluations=100)
+    assert {gpu for call in found.space.calls for gpu in found.plan.of(call.name).gpus} == set(range(8))
+    some = {**given, "workflow": {**given["workflow"], "reward": {"judge": {**judge, "reserved": 0.25}}}}
+    for refused in (rlsim.run, search_plan):
+        with pytest.raises(ConfigError, match="some of every node"):
+            refused(some)
 
 
 # ---- rlsim plan ------------------------------------------------------------------------------------------------------

@@ -85,8 +85,11 @@ class PlacedExperiment:
 
     @cached_property
     def gpus(self) -> tuple[int, ...]:
-        """The GPUs of log-probs and training: all, or all but a judge's own."""
-        return tuple(sorted(set(range(self.loaded.cluster.gpus)) - set(self._gpus_apart)))
+        """The GPUs of log-probs and training: all, or all but a judge's own; neighbours where calls are placed."""
+        gpus = tuple(sorted(set(range(self.loaded.cluster.gpus)) - set(self._gpus_apart)))
+        if self.placing is not None:
+            refuse("placing", gpus=gpus, kept=len(self._gpus_apart))
+        return gpus
 
     @property
     def _gpus_per_node(self) -> int:
@@ -177,7 +180,6 @@ class PlacedExperiment:
                 workflow, loaded.cluster, self.gpus, loaded.models, *limits, check=self.check, search=self._search
             )
             plan = self.placing.plan(asked)
-            refuse("placing", gpus=self.gpus, kept=len(self._gpus_apart))
             check_meshes(workflow, plan, self.loaded.cluster)
             plan = self._without_idle_syncs(plan)
         return beside_generation(self._with_own(plan), workflow, self._streamed)

@@ -20,7 +20,7 @@ from rlsim.experiment.load import load_experiment
 from rlsim.experiment.placed import PlacedExperiment
 from rlsim.experiment.planning import PlanSpace
 from rlsim.experiment.schema import Experiment
-from rlsim.policies.plan import part_of
+from rlsim.policies.plan import REAL, part_of
 from rlsim.policies.relaxed import Lagged
 from rlsim.workflow import Plan
 from rlsim.workflow.search import Budget, Found, Improvement
@@ -146,7 +146,7 @@ def search_plan(
         seconds = 10.0
     loaded = LoadedExperiment.of(experiment, folder)
     workflow = Lagged(lag=lag).rewired(loaded.algorithm) if lag else loaded.algorithm
-    plans = PlanSpace(PlacedExperiment(loaded, workflow, None, None), most_plans=most_plans or math.inf)
+    plans = PlanSpace(PlacedExperiment(loaded, workflow, None, REAL()), most_plans=most_plans or math.inf)
     space, found = plans.search(method, Budget(seconds, evaluations), seed=seed, on_improvement=on_improvement)
     return PlanReport(experiment, space, found, lag)
 
