@@ -21,7 +21,7 @@ from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.engines import rollout_costs
 from rlsim.experiment.placed import PlacedExperiment
-from rlsim.experiment.times import handed_on_bytes
+from rlsim.experiment.times import ExperimentTimes, handed_on_bytes
 from rlsim.models.hardware import one_kind
 from rlsim.sim.request import Request
 from rlsim.sim.rollout import run_rollout
@@ -78,11 +78,12 @@ class PlanSpace:
         self._loaded = loaded = placed.loaded
         self._placed, self._cluster = placed, placed.left_of(one_kind(loaded.cluster, "a search for a plan"))
         self.workflow, self.gpu, self._calls = placed.workflow, self._cluster.gpu, placed.calls_on(placed.gpus)
+        self._times = ExperimentTimes(placed)
         self.calls = [call for call in placed.workflow.calls if call.kind not in ("sync", "reward")]
         # One sync of two engines is estimated as if each began with its own weights; they come one after the other.
         batch = loaded.sampler(loaded.experiment.seed_list[0]).step(0)
         self._positions, self._prompts, self._responses = batch.position, batch.prompt_tokens, batch.response_tokens
-        self._tokens = (batch.prompt_tokens + batch.response_tokens).astype(np.float64)
+        self._tokens = batch.prompt_tokens + batch.response_tokens
         self._ahead = max((lag - 1 for *_, lag in self._moves()), default=0)
         self._borders = borders(self._cluster.gpus) if self._ahead else ()
         self._trained = {call.model for call in self.calls if call.kind == "train"}
@@ -126,7 +127,7 @@ class PlanSpace:
             mine |= (own.start <= number) & (number < last)
         return mine if mine.any() else ~mine  # of given responses all
 
-    def _lengths(self, call: Call) -> npt.NDArray[np.float64]:
+    def _lengths(self, call: Call) -> npt.NDArray[np.int64]:
         return self._tokens[self._works_on(call)]
 
     @cached_property
@@ -288,7 +289,6 @@ class PlanSpace:
     def _variants(self, call: Call, shape: TrainStrategy, place: int, share: int) -> Iterator[Candidate]:
         """The experiment's own micro-batches, and every power of two of them that a rank's `share` allows; a model that
         is not trained may also wait in host memory."""
-        training = self._loaded.experiment.training
         offloads = (shape.offload,) if call.model in self._trained else (False, True)
         most = min(share, MICRO_BATCHES_PER_STAGE * shape.pp)
         for count in (None, *(1 << power for power in range(most.bit_length()))):
@@ -298,16 +298,13 @@ class PlanSpace:
                 stages = self._placed.memory.of(call, strategy, holds_weights=copied)
                 kept = max(sum(states.values()) for states, _ in stages)
                 working = max(sum((states | parts).values()) for states, parts in stages) - kept
-                cost = self._calls.of(call.model, strategy, place)
                 needed = kept + working + RESERVED_BYTES
                 if needed > self._cluster.gpu.memory_bytes:
                     self._least_bytes[call.name] = min(needed, self._least_bytes.get(call.name, needed))
                     continue
-                if call.kind == "train":
-                    time = cost.train_s(self._lengths(call), training.mini_batches, self._placed.epochs_of(call))
-                else:
-                    time = cost.forward_s(self._lengths(call))
-                yield Candidate(strategy, time.total_s, kept, working)
+                mesh = Placement(tuple(range(place, place + strategy.gpus)), strategy)
+                time, driver_s = self._times.alone(call, mesh, self._lengths(call))
+                yield Candidate(strategy, time.total_s + driver_s, kept, working)
 
     def _generation(self, call: Call, strategies: Sequence[TrainStrategy]) -> Iterator[Candidate]:
         """Generation alone on its GPUs: with memory for all sequences at once and, unless it is slow, with less.

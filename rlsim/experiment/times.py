@@ -26,6 +26,7 @@ from rlsim.cost.layout import Layout
 from rlsim.cost.ledger import does_not_fit
 from rlsim.cost.memory import RESERVED_BYTES, call_bytes, rollout_weight_bytes
 from rlsim.cost.strategy import TrainStrategy
+from rlsim.cost.train import TrainTime
 from rlsim.cost.transfer import host_copy_s
 from rlsim.errors import CapacityError, ConfigError
 from rlsim.experiment.placed import PlacedExperiment, layout_of
@@ -58,18 +59,29 @@ class ExperimentTimes:
     ) -> list[tuple[str, float]]:
         if call.kind == "sync":
             return [("weights", self._weights_s(call, rollout_tp))]
+        return self.of_lengths(call, placement, self._lengths(samples), rollout_tp, windows)
+
+    def of_lengths(
+        self, call: Call, placement: Placement, lengths: npt.NDArray[np.int64], rollout_tp: int, windows: int = 1
+    ) -> list[tuple[str, float]]:
+        """The parts of a training or inference call on sequences of these lengths (tokens)."""
+        time, driver_s = self.alone(call, placement, lengths, windows)
+        data_s = self._data_s(call, float(lengths.sum()), rollout_tp) + driver_s
+        return [*time.named, *([("data", data_s)] if data_s else ())]
+
+    def alone(
+        self, call: Call, placement: Placement, lengths: npt.NDArray[np.int64], windows: int = 1
+    ) -> tuple[TrainTime, float]:
+        """The same without the way of its data: on its GPUs, and the driver's seconds."""
         calls = self._placed.calls_on(placement.gpus)
         cost = calls.of(call.model, placement.spread, placement.gpus[0])
-        lengths = self._lengths(samples)
         if call.kind == "train":
             time = cost.train_s(lengths, self._training.mini_batches // windows, self._placed.epochs_of(call))
             time *= self._placed.trained_along(call)
         else:
             time = cost.forward_s(lengths)
         padded = len(lengths) * self._placed.loaded.longest_sequence
-        data_s = self._data_s(call, float(lengths.sum()), rollout_tp)
-        data_s += self._training.driver_per_token * padded + calls.call_s
-        return [*time.named, *([("data", data_s)] if data_s else ())]
+        return time, self._training.driver_per_token * padded + calls.call_s
 
     def _lengths(self, samples: Sequence[Request]) -> npt.NDArray[np.int64]:
         """Tokens of the sequences that are trained on: of a response, or of each of its turns what it ends with."""
