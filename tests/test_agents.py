@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import simpy
-from conftest import runner, tables, trajectories_of
+from conftest import placed_of, runner, tables, trajectories_of
 from workloads import LinearStep, Nothing, StubCosts, rolled_out
 
 import rlsim
@@ -22,8 +22,10 @@ from evidence.validate.agents import measured, splits
 from evidence.validate.parts import Options
 from evidence.validate.published import figures
 from rlsim.errors import ConfigError, TraceError
+from rlsim.experiment.planning import PlanSpace
 from rlsim.experiment.run import check_experiment
 from rlsim.experiment.times import ExperimentTimes
+from rlsim.policies.plan import part_of
 from rlsim.results.report.shares import TRAJECTORY, trajectory_times
 from rlsim.sim.control import RolloutControl, ToolCallView
 from rlsim.sim.environment import EnvironmentConfig, Environments
@@ -336,6 +338,24 @@ def test_the_page_says_where_the_time_of_trajectories_goes(acts: Acts, tmp_path:
     assert "Where the time of trajectories goes" not in (tmp_path / "plain.html").read_text()
 
 
+def test_the_estimator_prices_trajectories_in_their_environment(trajectories: str) -> None:
+    """Generation waits for two workers, which replicas share; training takes every turn as a sequence."""
+    more = {"trace": {"path": trajectories, "cap": "8K"}, "environment": {"workers": 2, "sandboxes": 6}}
+    given = {**AGENTS, **more, "cluster": "2xh100", "model": "qwen2.5-1.5b", "systems": ["verl"]}
+    given |= {"training": {"backend": "megatron", "sequences": "turns"}}
+    given["workflow"] = {"algorithm": "grpo", "prompts": 4, "responses": 2, "steps": 1, "reference": False}
+    space = PlanSpace(placed_of(given), pipelined=False)
+    spread = {
+        name: next(i for i, (_, option) in enumerate(options) if option.strategy.dp == 2)
+        for name, options in space.options.items()
+    }
+    system = {"name": "spread", "use": [part_of(space.plan([*spread.values()]), space.workflow)]}
+    calls = rlsim.run({**given, "systems": [system]}).calls.set_index("call")
+    took_s = (calls["end_at"] - calls["start_at"]).to_dict()
+    told_s, _ = space.problem.single.seconds([*spread.values()])
+    assert dict(zip(spread, told_s, strict=True)) == pytest.approx({name: took_s[name] for name in spread}, rel=1e-9)
+
+
 def test_trajectories_and_plain_responses_mix_and_short_calls_are_not_told_as_none(
     acts: Acts, trajectories: str
 ) -> None:
@@ -374,7 +394,7 @@ def test_turns_count_to_the_weights_that_begin_them(acts: Acts) -> None:
 def test_each_turn_is_trained_on_with_what_stands_before_it(acts: Acts, acted: rlsim.Result) -> None:
     request = Request(0, 0, 8, 11, generated=11, called=1, tool_calls=(ToolCall(2, 3, 1.0), ToolCall(20, 2, 1.0)))
     training = SimpleNamespace(sequences="turns")
-    assert ExperimentTimes._lengths(SimpleNamespace(_training=training), [request]).tolist() == [10, 19]  # type: ignore[arg-type]
+    assert ExperimentTimes.lengths(SimpleNamespace(_training=training), [request]).tolist() == [10, 19]  # type: ignore[arg-type]
     apart = acts("verl", training={"sequences": "turns"})
     whole, turns = (one.steps[["train_time_s", "gen_time_s"]].sum() for one in (acted, apart))
     assert turns["gen_time_s"] == pytest.approx(whole["gen_time_s"])

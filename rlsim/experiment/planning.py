@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from itertools import product
-from typing import Any
+from functools import cache, cached_property, partial
+from itertools import compress, product
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from rlsim.models.hardware import one_kind
 from rlsim.sim.request import Request
 from rlsim.sim.rollout import run_rollout
 from rlsim.sim.stage import GenerationStage, evenly
+from rlsim.trace.turns import ToolCall
 from rlsim.workflow import Call, Placement, Plan
 from rlsim.workflow.plan import with_transfers
 from rlsim.workflow.search import Budget, Dependency, Found, Improvement, Options, Problem, Reallocation, find_best
@@ -50,6 +51,25 @@ class Candidate:
     resident_bytes: float
     active_bytes: float
     memory_share: float | None = None  # of a GPU, for a rollout engine
+
+
+class Drawn(NamedTuple):
+    """A response as the trace has it: its prompt's place, tokens of prompt and response, its row and tool calls."""
+
+    position: int
+    prompt: int
+    response: int
+    row: int
+    tool_calls: tuple[ToolCall, ...]
+
+    def request(self, number: int, *, whole: bool = False) -> Request:
+        """The request for it, or the same when it is over."""
+        generated, called = (self.response, len(self.tool_calls)) if whole else (0, 0)
+        return Request(
+            *(number, self.position, self.prompt, self.response, generated, self.row),
+            tool_calls=self.tool_calls,
+            called=called,
+        )
 
 
 class PlanSpace:
@@ -81,9 +101,12 @@ class PlanSpace:
         self._times = ExperimentTimes(placed)
         self.calls = [call for call in placed.workflow.calls if call.kind not in ("sync", "reward")]
         # One sync of two engines is estimated as if each began with its own weights; they come one after the other.
-        batch = loaded.sampler(loaded.experiment.seed_list[0]).step(0)
-        self._positions, self._prompts, self._responses = batch.position, batch.prompt_tokens, batch.response_tokens
-        self._tokens = batch.prompt_tokens + batch.response_tokens
+        sampler = loaded.sampler(loaded.experiment.seed_list[0])
+        batch, called = sampler.step(0), sampler.tool_calls
+        columns = (batch.position, batch.prompt_tokens, batch.response_tokens, batch.row)
+        calls = [called[row] if called else () for row in batch.row]
+        self._drawn = [Drawn(*one) for one in zip(*(column.tolist() for column in columns), calls, strict=True)]
+        self._lengths = cache(self._tokens)
         self._ahead = max((lag - 1 for *_, lag in self._moves()), default=0)
         self._borders = borders(self._cluster.gpus) if self._ahead else ()
         self._trained = {call.model for call in self.calls if call.kind == "train"}
@@ -118,7 +141,7 @@ class PlanSpace:
 
     def _works_on(self, call: Call) -> npt.NDArray[np.bool_]:
         """Which of the drawn responses a call makes, or works on: what others are compared with only a reward model."""
-        number = np.arange(len(self._tokens)) % self._loaded.launched_responses
+        number = np.arange(len(self._drawn)) % self._loaded.launched_responses
         mine = np.zeros(len(number), np.bool_)
         for name in {call.name} if call.kind == "generate" else self.workflow.takes(call.name):
             own = self.workflow.samples(name, self._loaded.experiment.workflow.responses)
@@ -127,8 +150,12 @@ class PlanSpace:
             mine |= (own.start <= number) & (number < last)
         return mine if mine.any() else ~mine  # of given responses all
 
-    def _lengths(self, call: Call) -> npt.NDArray[np.int64]:
-        return self._tokens[self._works_on(call)]
+    def _tokens(self, call: Call) -> npt.NDArray[np.int64]:
+        """Tokens of the sequences that a call works on, as the engine has them at its end."""
+        return self._times.lengths([one.request(0, whole=True) for one in self._of(call)])
+
+    def _of(self, call: Call) -> list[Drawn]:
+        return list(compress(self._drawn, self._works_on(call)))
 
     @cached_property
     def problem(self) -> Problem:
@@ -344,21 +371,19 @@ class PlanSpace:
             for dealt in self._dealt(call, strategy)
             for part in evenly(dealt, strategy.micro_batches or 1, "contiguous")
         ]
-        units = max(sum(shape.units(p + r, engine.page_tokens) for _, p, r in part) for part in parts)
+        units = max(sum(shape.units(one.prompt + one.response, engine.page_tokens) for one in part) for part in parts)
         pages = (math.ceil(units / shape.page_units / layout.attention_dp) + 1) / (1 - engine.watermark)
         costs = rollout_costs(loaded, range(strategy.gpus), strategy=strategy, role=call.model)
         needed = costs.share_for(strategy.tp * strategy.pp, pages)
         return min(math.ceil(1000 * needed) / 1000, loaded.experiment.memory_utilization)
 
-    def _dealt(self, call: Call, strategy: TrainStrategy) -> set[tuple[tuple[int, int, int], ...]]:
-        """The replicas' sequences, of replicas with the same ones once: prompt, counted from a replica's first, and the
-        tokens of prompt and response."""
-        mine = self._works_on(call)
-        columns = (self._positions[mine], self._prompts[mine], self._responses[mine])
-        shares = evenly(
-            list(zip(*(c.tolist() for c in columns), strict=True)), strategy.dp, self._loaded.experiment.routing
-        )
-        return {tuple((at - share[0][0], *tokens) for at, *tokens in share) for share in shares if share}
+    def _dealt(self, call: Call, strategy: TrainStrategy) -> set[tuple[Drawn, ...]]:
+        """The replicas' responses; where nothing tells them apart but tokens, of replicas with the same ones once."""
+        shares = evenly(self._of(call), strategy.dp, self._loaded.experiment.routing)
+        if self._loaded.environment:
+            return {tuple(share) for share in shares}
+        alike = ([one._replace(position=one.position - share[0].position, row=-1) for one in share] for share in shares)
+        return {tuple(share) for share in alike if share}
 
     def _generated(self, call: Call, strategy: TrainStrategy, memory_share: float | None = None) -> Iterator[Candidate]:
         """Generation with the seconds that the engine takes; nothing if a whole response does not fit."""
@@ -367,27 +392,30 @@ class PlanSpace:
         )
         replica = strategy.tp * strategy.pp
         if costs.feasible_tps(self._loaded.longest_sequence, (replica,))[0]:
-            # No replica waits for another.
-            time_s = max(self._rollout_s(dealt, costs, strategy) for dealt in self._dealt(call, strategy))
+            if self._loaded.environment:  # replicas wait for the same sandboxes and workers
+                time_s = self._rollout_s(self._of(call), costs, strategy, strategy.dp)
+            else:
+                time_s = max(self._rollout_s(dealt, costs, strategy) for dealt in self._dealt(call, strategy))
             memory = costs.memory(replica)
             engine_bytes = memory.weight_bytes + memory.activation_bytes + memory.reserved_bytes + memory.kv_bytes
             engine_bytes = max(engine_bytes - RESERVED_BYTES, 0.0)  # which any process has here
             yield Candidate(strategy, time_s, 0.0, engine_bytes, memory_share)
 
     def _rollout_s(
-        self, dealt: Sequence[tuple[int, int, int]], costs: RolloutCostModel, strategy: TrainStrategy
+        self, dealt: Sequence[Drawn], costs: RolloutCostModel, strategy: TrainStrategy, replicas: int = 1
     ) -> float:
-        replica = strategy.tp * strategy.pp
+        loaded, replica = self._loaded, strategy.tp * strategy.pp
         stage = GenerationStage(
-            requests=[Request(i, *sequence) for i, sequence in enumerate(dealt)],
-            mesh=[tuple(range(replica))],
+            requests=[one.request(i) for i, one in enumerate(dealt)],
+            mesh=[tuple(range(replicas * replica))],
             tp=replica,
             costs=costs,
-            config=self._loaded.engine,
-            cap_tokens=self._loaded.longest_response,
+            config=loaded.engine,
+            cap_tokens=loaded.longest_response,
+            routing=loaded.experiment.routing,
             micro_batches=strategy.micro_batches or 1,
         )
-        return run_rollout(stage).env.now
+        return run_rollout(stage, environment=loaded.environment, seed=loaded.experiment.seed_list[0]).env.now
 
 
 #: By workflow, and what `PlanContext.search` is given.

@@ -59,7 +59,7 @@ class ExperimentTimes:
     ) -> list[tuple[str, float]]:
         if call.kind == "sync":
             return [("weights", self._weights_s(call, rollout_tp))]
-        return self.of_lengths(call, placement, self._lengths(samples), rollout_tp, windows)
+        return self.of_lengths(call, placement, self.lengths(samples), rollout_tp, windows)
 
     def of_lengths(
         self, call: Call, placement: Placement, lengths: npt.NDArray[np.int64], rollout_tp: int, windows: int = 1
@@ -83,7 +83,7 @@ class ExperimentTimes:
         padded = len(lengths) * self._placed.loaded.longest_sequence
         return time, self._training.driver_per_token * padded + calls.call_s
 
-    def _lengths(self, samples: Sequence[Request]) -> npt.NDArray[np.int64]:
+    def lengths(self, samples: Sequence[Request]) -> npt.NDArray[np.int64]:
         """Tokens of the sequences that are trained on: of a response, or of each of its turns what it ends with."""
         if self._training.sequences == "responses":
             return np.fromiter((r.prompt_tokens + r.generated for r in samples), np.int64, len(samples))

@@ -457,13 +457,22 @@ class Rollout(RolloutState):
             replica.retire()
 
 
-def run_rollout(stage: GenerationStage, begun: Callable[[Rollout], None] | None = None) -> Rollout:
+def run_rollout(
+    stage: GenerationStage,
+    begun: Callable[[Rollout], None] | None = None,
+    *,
+    environment: EnvironmentConfig | None = None,
+    seed: int = 0,
+) -> Rollout:
     """Run the stage with no workflow around it; returns the rollout once it is over. The requests hold their moments.
 
-    The clock starts at 0 and stands at `env.now`, in seconds. `begun` is handed the rollout at its start. Raises
-    `PolicyError` if it comes to a halt: requests are left and nobody is at work.
+    The clock starts at 0 and stands at `env.now`, in seconds. `begun` is handed the rollout at its start.
+    `environment`, with its `seed`, runs tool calls. Raises `PolicyError` if it comes to a halt: requests are left and
+    nobody is at work.
     """
     env = simpy.Environment()
+    if environment:
+        stage.environments = Environments(env, environment, seed)
     rollout = Rollout(env, stage)
     if begun:
         begun(rollout)
