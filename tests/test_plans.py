@@ -23,6 +23,9 @@ from rlsim.cost.ledger import Ledger, Row, total
 from rlsim.cost.memory import stage_bytes
 from rlsim.cost.strategy import TrainStrategy
 from rlsim.errors import CapacityError, ConfigError, RlsimError
+from rlsim.experiment.build import LoadedExperiment
+from rlsim.experiment.load import load_experiment
+from rlsim.experiment.placed import PlacedExperiment
 from rlsim.experiment.plan_report import search_plan
 from rlsim.experiment.planning import ENGINE_SHARES, PlanSpace
 from rlsim.experiment.result import Result
@@ -527,6 +530,32 @@ def test_micro_batches_of_generation_take_turns_and_half_of_the_memory() -> None
     assert of[512, "halves"] < of[512, "none"]
     preempted = ran[512].steps.set_index("system")["preemptions"]
     assert preempted["none"] > preempted["halves"] == 0
+
+
+@pytest.mark.parametrize(
+    ("engine", "gigabytes"),
+    [
+        ("vllm", 0.55 * 85.03),
+        ("sglang", 0.55 * (85.03 - 2.74) + 1.25 + 2.74),
+        ("trtllm", 39.31 + 0.55 * (85.03 - 39.31)),
+    ],
+)
+def test_a_share_of_memory_is_what_the_engine_makes_of_it(engine: str, gigabytes: float) -> None:
+    """34B on two GPUs: 35.32 GB of weights, 1.25 of working memory, 2.74 of context and buffers; 2.15 are any one's."""
+    given = experiment(
+        model="llama-3-34b", cluster="2x8xh100", calibration=f"h100-{engine}", models={},
+        trace={"fixed": 512, "cap": 512}, training={"tp": 8, "recompute": "full"},
+        workflow={"algorithm": "grpo", "prompts": 32, "reference": False},
+    )  # fmt: skip
+    loaded, _, folder = load_experiment(given)
+    setup, calls = LoadedExperiment.of(loaded, folder), {"generate": {"tp": 2, "memory_share": 0.55}}
+    plan = ExplicitPlan.model_validate({"calls": calls | {"old_log_prob": {}, "train": {}}})
+    placed = PlacedExperiment(setup, setup.algorithm, None, plan)
+    (row,) = (row for row in placed.ledger_of(placed.unchecked_plan).rows if row.part == "rollout engine")
+    assert row.bytes / 1e9 == pytest.approx(gigabytes - 2.147, abs=0.02)
+    if engine == "trtllm":
+        with pytest.raises(CapacityError, match=r"rollout engine 62.30 GB .* = 99.78 GB > 85.03 GB"):
+            placed.check(placed.unchecked_plan)
 
 
 # ---- placements of frameworks ----------------------------------------------------------------------------------------

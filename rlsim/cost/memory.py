@@ -63,6 +63,12 @@ class RolloutMemory:
         return self.pages / self.groups * self.page_bytes
 
     @property
+    def engine_bytes(self) -> float:
+        """All of it on this GPU, beside what any process has there (`RESERVED_BYTES`)."""
+        total = self.weight_bytes + self.activation_bytes + self.reserved_bytes + self.kv_bytes
+        return max(total - RESERVED_BYTES, 0.0)
+
+    @property
     def capacity_tokens(self) -> int:
         """Context tokens that the replica can hold."""
         return self.pages * self.page_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -238,8 +239,17 @@ class PlacedExperiment:
     @cached_property
     def memory(self) -> PlanMemory:
         loaded = self.loaded
+
+        def engine_bytes(call: Call, at: Placement) -> float:
+            share, strategy = at.memory_share, at.spread
+            costs = rollout_costs(loaded, at.gpus, memory_share=share, strategy=strategy, role=call.model)
+            return costs.memory(strategy.tp * strategy.pp, min_tokens=-sys.maxsize).engine_bytes
+
         return PlanMemory(
-            self.workflow, loaded.models, loaded.cluster, loaded.batch, rollout=loaded.served, replica=loaded.replica
+            *(self.workflow, loaded.models, loaded.cluster, loaded.batch),
+            rollout=loaded.served,
+            replica=loaded.replica,
+            engine_bytes=engine_bytes,
         )
 
     def calls_on(self, gpus: Sequence[int]) -> CallCosts:
@@ -346,7 +356,7 @@ class PlacedExperiment:
             memory_share=share,
             graphs=self.generation.graphs,
             strategy=strategy,
-            resident_bytes=resident_bytes if share is None else 0.0,  # the share is there, or the plan does not fit
+            resident_bytes=resident_bytes if share is None else 0.0,  # all of it is there, or the plan does not fit
             role=self.call.model if self.generates else "actor",
         )
 

@@ -396,10 +396,7 @@ class PlanSpace:
                 time_s = self._rollout_s(self._of(call), costs, strategy, strategy.dp)
             else:
                 time_s = max(self._rollout_s(dealt, costs, strategy) for dealt in self._dealt(call, strategy))
-            memory = costs.memory(replica)
-            engine_bytes = memory.weight_bytes + memory.activation_bytes + memory.reserved_bytes + memory.kv_bytes
-            engine_bytes = max(engine_bytes - RESERVED_BYTES, 0.0)  # which any process has here
-            yield Candidate(strategy, time_s, 0.0, engine_bytes, memory_share)
+            yield Candidate(strategy, time_s, 0.0, costs.memory(replica).engine_bytes, memory_share)
 
     def _rollout_s(
         self, dealt: Sequence[Drawn], costs: RolloutCostModel, strategy: TrainStrategy, replicas: int = 1

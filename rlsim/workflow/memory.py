@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -91,7 +91,8 @@ class PlanMemory:
     """Memory of the calls of a workflow under any plan.
 
     `models` are named by role; `rollout`: those that generate, as engines serve them (default: as trained), in replicas
-     of the layout `replica`. `worst`: micro-batches are the largest that the limits allow.
+     of the layout `replica`; `engine_bytes`: of an engine that has a share of its GPUs, on each. `worst`: micro-batches
+     are the largest that the limits allow.
     """
 
     def __init__(
@@ -102,9 +103,10 @@ class PlanMemory:
         batch: BatchSize,
         rollout: Mapping[str, Model] = MappingProxyType({}),
         replica: ReplicaLayout = PLAIN,
+        engine_bytes: Callable[[Call, Placement], float] = lambda *_: 0.0,
     ) -> None:
         self._workflow, self._models, self._cluster, self._batch = workflow, models, cluster, batch
-        self._rollout, self._replica = rollout, replica
+        self._rollout, self._replica, self._engine_bytes = rollout, replica, engine_bytes
 
     def micro_batch_tokens(self, call: Call, strategy: TrainStrategy, *, worst: bool = False) -> int:
         """Tokens of a call's largest micro-batch: see `BatchSize`."""
@@ -180,10 +182,9 @@ class PlanMemory:
         return Ledger(phases, tuple(rows))
 
     def _engine(self, call: Call, at: Placement, strategy: TrainStrategy) -> dict[str, float]:
-        """A rollout engine's: its share of the GPU where the plan says it, else its weights: KV takes what is left."""
+        """A rollout engine's: all of it where the plan says its share, else its weights: KV takes what is left."""
         if at.memory_share is not None:
-            gpu_bytes = self._cluster.gpu_at(at.gpus[0]).memory_bytes
-            return {"rollout engine": max(at.memory_share * gpu_bytes - RESERVED_BYTES, 0.0)}
+            return {"rollout engine": self._engine_bytes(call, at)}
         model = self._rollout.get(call.model) or self._models[call.model]
         return {"weights": rollout_weight_bytes(model, strategy.tp, strategy.pp, self._replica)}
 
