@@ -1,6 +1,8 @@
 """What an experiment's calls cost: the right responses, at the price of their kind."""
 
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 from conftest import placed_of
@@ -13,18 +15,18 @@ from rlsim.cost.memory import rollout_weight_bytes
 from rlsim.cost.strategy import TRAFFIC, TrainEfficiency, TrainStrategy, unfused_of
 from rlsim.cost.train import TrainCost
 from rlsim.cost.transfer import gather_s, host_copy_s
-from rlsim.experiment.placed import PlacedExperiment
+from rlsim.experiment.placed import PlacedExperiment, layout_of
 from rlsim.experiment.times import ExperimentTimes
 from rlsim.models.hardware import load_cluster
 from rlsim.models.model import load_model
+from rlsim.policies.plan import ExplicitPlan
 from rlsim.sim.request import Request
-from rlsim.workflow.plan import Placement
 
 LENGTHS = [(100, 900), (200, 1100), (300, 50), (400, 2000)]  # of prompts and responses
 
 
 @cache
-def placed(weight_sync: str = "reshard", memory_utilization: float = 0.9) -> PlacedExperiment:
+def placed(weight_sync: str = "reshard") -> PlacedExperiment:
     return placed_of(
         {
             "name": "x",
@@ -35,7 +37,6 @@ def placed(weight_sync: str = "reshard", memory_utilization: float = 0.9) -> Pla
             "workflow": {"prompts": 4, "responses": 1, "steps": 1},
             "training": {"tp": 2, "backend": "megatron", "mini_batches": 2, "epochs": 3, "offload": True},
             "weight_sync": weight_sync,
-            "memory_utilization": memory_utilization,
             "systems": ["verl"],
         }
     )
@@ -65,9 +66,10 @@ def by_itself(call: str) -> TrainCost:
     return TrainCost(model, cluster, collectives(), strategy, efficiency)
 
 
-def seconds(name: str, rollout_tp: int = 4) -> float:
-    call = placed().workflow.call(name)
-    return sum(s for _, s in ExperimentTimes(placed()).parts(call, placed().plan.of(name), samples(), rollout_tp))
+def seconds(name: str, rollout_tp: int = 4, own: PlacedExperiment | None = None) -> float:
+    own = own or placed()
+    call = own.workflow.call(name)
+    return sum(s for _, s in ExperimentTimes(own).parts(call, own.plan.of(name), samples(), rollout_tp))
 
 
 def test_training_is_on_prompts_and_responses_of_the_batch() -> None:
@@ -91,13 +93,31 @@ def test_a_weight_sync_goes_to_the_rollouts_layout() -> None:
     assert seconds("weight_sync", 2) != seconds("weight_sync", 4)
 
 
-def test_an_engine_falls_asleep_and_wakes_once_a_sync_on_the_same_gpus() -> None:
-    """90% of 85.03 GB is given up and mapped again, at the 277 GB/s of 70.41 GiB in 0.273 s; other GPUs need none."""
-    strategy, target = by_itself("train").strategy, Layout(first_gpu=0, tp=4)
-    for memory, awake_s in ((0.9, 0.5525), (0.45, 0.5525 / 2)):
-        own = placed("bucketed", memory)
-        sync_s = own.weight_sync("actor", Placement((0,), strategy), (0,)).time_s(Layout.of(0, strategy), target)
-        assert own.colocated_sync_s("actor", strategy, 4, 0) - sync_s == pytest.approx(awake_s, rel=1e-3)
+HALVES = {"train": "4-7", "old_log_prob": "4-7"}
+
+
+@pytest.mark.parametrize(
+    ("generate", "others", "awake_s"),
+    [
+        (None, {}, 0.5525),
+        ({"tp": 4}, {}, 0.5525),
+        ({"tp": 4, "memory_share": 0.45}, {}, 0.5525 / 2),
+        ({}, {}, 0.5525),
+        ({"tp": 4, "gpus": "0-3"}, HALVES | {"ref_log_prob": "4-7"}, 0.0),
+        ({"tp": 4, "gpus": "0-3"}, HALVES | {"ref_log_prob": "0-3"}, 0.5525),
+    ],
+)
+def test_an_engine_falls_asleep_and_wakes_once_a_sync_on_gpus_that_others_have(
+    generate: dict[str, Any] | None, others: dict[str, str], awake_s: float
+) -> None:
+    """90% of 85.03 GB is given up and mapped again, at the 277 GB/s of 70.41 GiB in 0.273 s, however it is spelled."""
+    own = placed("bucketed")
+    if generate is not None:
+        calls = {name: {"gpus": others.get(name, "all")} for name in ("train", "old_log_prob", "ref_log_prob")}
+        own = replace(own, placing=ExplicitPlan.model_validate({"calls": {"generate": generate, **calls}}))
+    source, target = own.plan.of("train"), own.plan.of("generate")
+    sync_s = own.moving("actor", source, "generate", target)(layout_of(source), layout_of(target, 4))
+    assert seconds("weight_sync", own=own) - sync_s == pytest.approx(awake_s, abs=1e-4)
 
 
 def test_pieces_add_up_to_the_call() -> None:

@@ -281,13 +281,22 @@ class PlacedExperiment:
         return self.calls_on(source.gpus).reallocation(model, self.calls_on(target.gpus)).time_s
 
     def colocated_sync_s(self, model: str, strategy: TrainStrategy, rollout_tp: int, first_gpu: int) -> float:
-        """Seconds of a model's new weights to generation on the GPUs of its training, from `first_gpu` on; of an engine
-        that loads them with the time in which it falls asleep and wakes."""
+        """Seconds of a model's new weights to generation on the GPUs of its training, from `first_gpu` on."""
         target = Layout(first_gpu=first_gpu, tp=rollout_tp // self.rollout_pp, pp=self.rollout_pp)
         sync = self.weight_sync(model, Placement((first_gpu,), strategy), (first_gpu,))
-        mapped = self.loaded.experiment.memory_utilization * self.loaded.cluster.gpu_at(first_gpu).memory_bytes
-        mapped *= sync.method != "reshard"
-        return sync.time_s(Layout.of(first_gpu, strategy), target) + 2 * mapped / REMAPPED_BYTES_PER_S
+        return sync.time_s(Layout.of(first_gpu, strategy), target)
+
+    def asleep_s(self, call: str) -> float:
+        """Seconds in which the engine of a call falls asleep and wakes, where others have its GPUs in between."""
+        at, others = self.plan.of(call), (one.name for one in self.workflow.calls if one.kind in ("train", "inference"))
+        shared = any(not (o := self.plan.of(name)).shared and not set(at.gpus).isdisjoint(o.gpus) for name in others)
+        return self.remapped_s(call, at.memory_share, at.gpus[0]) if shared else 0.0
+
+    def remapped_s(self, call: str, share: float | None, gpu: int) -> float:
+        """Seconds in which an engine with this share of such a GPU gives that up and maps it again; of none that loads
+        new weights there are none."""
+        share = self.loaded.experiment.memory_utilization if share is None else share
+        return self.loads(call) * 2 * share * self.loaded.cluster.gpu_at(gpu).memory_bytes / REMAPPED_BYTES_PER_S
 
     def weight_sync(
         self, model: str, source: Placement, target: Sequence[int], method: SyncMethod | None = None

@@ -165,12 +165,14 @@ class PlanSpace:
             if edge.source in names and edge.target in names:
                 seconds = None if edge.lag or edge.barrier else self._data_s(edge.source, edge.target)
                 dependencies.append(Dependency(edge.source, edge.target, edge.lag, seconds))
+        beside = tuple(call.name for call in self.calls if call.kind != "generate")
         for source, target, lag in self._moves():
             pair = self._layouts(source), self._layouts(target)
             anywhere = Placement(self._placed.gpus)
             time_s = self._placed.moving(workflow.call(target).model, anywhere, target, anywhere)
             seconds = PairTimes(time_s, self._cluster, *pair)
-            reallocations.append(Reallocation(source, target, seconds, self._copy_bytes(target, pair), lag))
+            copies = self._copy_bytes(target, pair)
+            reallocations.append(Reallocation(source, target, seconds, copies, lag, self._asleep_s(target), beside))
         return Problem(
             options=[self._columns(call.name) for call in self.calls],
             dependencies=dependencies,
@@ -180,6 +182,10 @@ class PlanSpace:
             iterations=1 + 2 * self._ahead + 2 * max(self._ahead, 1),
             order=[name for name in workflow.order() if name in names],
         )
+
+    def _asleep_s(self, target: str) -> npt.NDArray[np.float64]:
+        gpu = self._placed.gpus[0]
+        return np.array([self._placed.remapped_s(target, c.memory_share, gpu) for _, c in self.options[target]])
 
     def _moves(self) -> Iterator[tuple[str, str, int]]:
         """From which call new weights go to which other one, and how many steps later they are used."""

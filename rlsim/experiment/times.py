@@ -139,6 +139,7 @@ class ExperimentTimes:
             elif self._placed.loads(name) or not same_weights(source, target):
                 both = (layout_of(one, rollout_tp, self._placed.rollout_pp) for one in (source, target))
                 total += self._placed.moving(call.model, source, name, target)(*both)
+            total += self._placed.asleep_s(name)
         return total
 
     def _data_s(self, call: Call, tokens: float, rollout_tp: int) -> float:
@@ -278,6 +279,7 @@ def hybrid_of(placed: PlacedExperiment, tp: int) -> HybridReplicas | None:
     sync, train = _calls(placed)
     there = placed.plan.of(train.name)
     load_s = placed.colocated_sync_s(train.model, there.spread, tp, there.gpus[0])
+    load_s += placed.remapped_s(placed.call.name, None, there.gpus[0])
     mesh = Placement(there.gpus).rollout_mesh(placed.loaded.cluster, tp)
     return HybridReplicas(mesh, tp, placed.hybrid_costs, load_s, sync.name, placed.loaded.cluster.domain_of)
 

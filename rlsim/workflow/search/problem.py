@@ -72,6 +72,8 @@ class Reallocation:
     With a `lag` above 1 the target runs ahead: its iteration k + 1 has the parameters of `source` in iteration
     k + 1 - `lag`, no newer ones. So they go out between the target's iterations k and k + 1, and calls that need what
     the target makes in iteration k begin after that (docs/engine.md, "Exact lags").
+
+    `asleep_s`: by the target's option, seconds more where a call of `beside` has GPUs of its mesh: it sleeps meanwhile.
     """
 
     source: str
@@ -79,6 +81,8 @@ class Reallocation:
     seconds: OfPair
     resident_bytes: OfPair | None = None
     lag: int = 1
+    asleep_s: Floats | None = None
+    beside: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -162,6 +166,16 @@ class Problem:
         return [self._pair(edge, edge.seconds) for edge in self.reallocations]
 
     @cached_property
+    def sleeps(self) -> list[tuple[int, int, list[int], Floats]]:
+        """Place of a reallocation, of its target, and of the calls beside it; the seconds that it is asleep."""
+        places = self.calls.index
+        return [
+            (at, places(edge.target), [*map(places, edge.beside)], edge.asleep_s)
+            for at, edge in enumerate(self.reallocations)
+            if edge.asleep_s is not None and edge.asleep_s.any()
+        ]
+
+    @cached_property
     def copies(self) -> list[PairCost]:
         """Bytes that reallocated parameters take."""
         return [self._pair(e, e.resident_bytes) for e in self.reallocations if e.resident_bytes is not None]
@@ -189,6 +203,10 @@ class Problem:
         for pair in self.transfers:
             calls_s[:, pair.target] += pair.of(plans[:, pair.source], plans[:, pair.target])
         moves_s = [pair.of(plans[:, pair.source], plans[:, pair.target]) for pair in self.moves]
+        for at, target, beside, asleep_s in self.sleeps:
+            meshes, own = self.meshes(plans), [target]
+            apart = (meshes.last[:, beside] <= meshes.first[:, own]) | (meshes.last[:, own] <= meshes.first[:, beside])
+            moves_s[at] = moves_s[at] + asleep_s[plans[:, target]] * ~apart.all(axis=1)
         return calls_s, np.stack(moves_s, axis=1) if moves_s else np.empty((len(plans), 0))
 
     def cost_s(self, plans: npt.ArrayLike) -> Floats:
@@ -236,6 +254,7 @@ class Single:
         self._meshes = [list(zip(o.first_gpu.tolist(), (o.first_gpu + o.gpus).tolist(), strict=True)) for o in options]
         self._transfers = [_Remembered(pair) for pair in problem.transfers]
         self._moves = [_Remembered(pair) for pair in problem.moves]
+        self._sleeps = [(*places, asleep_s.tolist()) for *places, asleep_s in problem.sleeps]
 
     def meshes(self, plan: list[int]) -> list[tuple[int, int]]:
         """First GPU of each call's mesh, and the one after its last."""
@@ -246,7 +265,13 @@ class Single:
         calls_s = [times[option] for times, option in zip(self._times, plan, strict=True)]
         for transfer in self._transfers:
             calls_s[transfer.pair.target] += transfer.of(plan)
-        return calls_s, [move.of(plan) for move in self._moves]
+        moves_s = [move.of(plan) for move in self._moves]
+        for at, target, beside, asleep_s in self._sleeps:
+            meshes = self.meshes(plan)
+            first, last = meshes[target]
+            if any(meshes[call][0] < last and first < meshes[call][1] for call in beside):
+                moves_s[at] += asleep_s[plan[target]]
+        return calls_s, moves_s
 
     def spans(self, plan: list[int]) -> list[tuple[float, float]]:
         """Start and end of every node of the graph."""
