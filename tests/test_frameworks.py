@@ -282,23 +282,21 @@ def test_what_tune_proposes_of_drafts_is_read_so(reader: Callable[..., Draft], t
         return reader(tmp_path, *(f"{key}={written(value)}" for one in changes for key, value in one.items())).data()
 
     def proposed(*changes: Mapping[str, Any]) -> Any:
-        """By what they alter: method, tokens and largest batch of each option, None where nothing is drafted."""
+        """By what they alter: method and tokens of each option, None where nothing is drafted."""
         found = dict[str, list[Any]]()
         for axis in axes_of(LoadedExperiment.of(validate(data(*changes), Experiment), tmp_path), ["drafts"]):
             for option in axis.options if "specul" in axis.name else ():
                 spec = validate(data(*changes, option), Experiment).engine.speculation
-                one = spec and (spec.method, spec.num_speculative_tokens, spec.disable_by_batch_size)
+                one = spec and (spec.method, spec.num_speculative_tokens)
                 found.setdefault(axis.alters, []).append(one)
         return found
 
     flags = reader is slime  # SGLang's
     guesses = proposed()
-    assert guesses == {"drafts": [("eagle3", 1, None), ("eagle3", 3, None), *[("ngram", 3, None)] * (not flags)]}
+    assert guesses == {"drafts": [("eagle3", 1), ("eagle3", 3), *[("ngram", 3)] * (not flags)]}
     loaded = LoadedExperiment.of(validate(data(), Experiment), tmp_path)
     first = next(axis for axis in axes_of(loaded, ["drafts"]) if axis.alters == "drafts").options[1]
-    numbers = [("eagle3", k, None) for k in (1, 2, 3, 5)]
-    below = [] if flags else [("eagle3", 3, most) for most in (4, 16, 64)]
-    assert proposed(first) == {"": [*numbers, *below, None]}
+    assert proposed(first) == {"": [*(("eagle3", k) for k in (1, 2, 3, 5)), None]}
 
 
 def test_skyrls_limits_of_a_turn_and_of_a_trajectory(tmp_path: Path) -> None:

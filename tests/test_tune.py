@@ -111,8 +111,7 @@ def test_axes_keep_what_is_kept_and_alter_what_is_allowed() -> None:
     assert set(more.values()) == {"", *ALTERS}
     drafted = verl().experiment({f"{KWARGS}.method": "eagle3", f"{KWARGS}.num_speculative_tokens": 4})
     options = {axis.name: axis.options for axis in axes_of(LoadedExperiment.of(drafted, Path()))}
-    new = {KWARGS, f"{KWARGS}.num_speculative_tokens", f"{KWARGS}.disable_by_batch_size"}
-    assert options.keys() - plainly == new
+    assert options.keys() - plainly == {KWARGS, f"{KWARGS}.num_speculative_tokens"}
     assert [*options[f"{KWARGS}.num_speculative_tokens"][2].values()] == [3]
     assert divisors(12) == [1, 2, 4]
     assert token_budgets(1500)[:3] == [2048, 3072, 3072]
