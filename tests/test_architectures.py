@@ -97,6 +97,7 @@ def test_layers_for_multi_token_prediction_are_counted_apart() -> None:
     assert air.parameters + air.mtp_parameters + air.embedding_parameters == 110_468_824_832
     assert load_model("deepseek-v3").mtp_parameters == pytest.approx(11.5e9, rel=0.01)  # its README_WEIGHTS
     assert load_model("mixtral-8x7b").mtp_parameters == 0
+    assert load_model("mimo-7b").mtp_parameters == 177_223_680 + 2 * 4096**2 + 3 * 4096  # vLLM's mimo_mtp.py
     sparse = load_model("glm-5")  # 62 or 79 layers have an index; the pages of DeepSeek's count its two scales, too
     assert sparse.parameters + sparse.mtp_parameters == 753_864_139_008
     shared = load_model("glm-5.2")
