@@ -139,6 +139,23 @@ def test_pat_switches_within_a_node(tmp_path: Path) -> None:
     assert [one["name"] for one in over_nodes.data()["systems"]] == ["as-configured", "best-tp"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "turns"),
+    [
+        ([], "together"),
+        (["policy.generation.vllm_cfg.async_engine=true"], None),
+        (["policy.generation.backend=sglang"], "together"),
+        (["policy.generation.backend=sglang", "++policy.generation.use_async_rollouts=true"], None),
+    ],
+)
+def test_nemos_turns(settings: list[str], turns: str | None, tmp_path: Path) -> None:
+    """What is generated is limited by the turn, and all take one at once where rollouts are not asynchronous."""
+    lengths = ("policy.max_total_sequence_length=24000", "policy.generation.max_new_tokens=512")
+    data = nemo(tmp_path, "grpo.max_rollout_turns=4", *lengths, *settings, trace="swe-agents").data()
+    assert (data["trace"]["cap"], data["trace"]["max_model_len"]) == (24000, 24000)
+    assert data["environment"] == {"max_turns": 4} | ({"turns": turns} if turns else {})
+
+
 def test_inheritance(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("a: {x: 1, y: 2, z: {u: 1}}\nb: 1\nc: {x: 1}\nd: {x: 5}")
     (tmp_path / "b.yaml").write_text("defaults: a.yaml\nb: {y: '${a.x}'}\nc: null")
