@@ -40,16 +40,24 @@ class Timeline:
         self.spans.append(RUN | row | {"shared": False})
 
     def response(
-        self, replica: int, finish: float, start: float = 0.0, arrived: float = 0.0, again: tuple[float, ...] = ()
-    ) -> None:
-        """One that was admitted at `start`; `again`: when it was preempted, and admitted once more."""
+        self, replica: int, finish: float, start: float = 0.0, arrived: float = 0.0, again: tuple[float, ...] = (),
+        called: tuple[float, ...] = (), tool_s: float = 0.0, tool_wait_s: float = 0.0,
+    ) -> None:  # fmt: skip
+        """One that was admitted at `start`; `again`: when it was preempted, and admitted once more; `called`: when it
+        left for its tools, and came back."""
         number = len(self.responses)
-        self.responses.append(RUN | {"response": number, "finish_at": finish})
+        self.responses.append(
+            RUN | {"response": number, "finish_at": finish, "tool_s": tool_s, "tool_wait_s": tool_wait_s}
+        )
         stay = RUN | {"call": "generate", "response": number, "replica": replica}
-        ends = [*again[:1], finish]
-        for arrived_at, admitted_at, left_at in zip((arrived, *again[:1]), (start, *again[1:]), ends, strict=True):
+        again_at = [*again[:1], *called[1:]]
+        stays = zip(
+            (arrived, *again_at), (start, *again[1:], *called[1:]), (*again[:1], *called[:1], finish), strict=True
+        )
+        for arrived_at, admitted_at, left_at in stays:
             moments = {"arrived_at": arrived_at, "admitted_at": admitted_at, "decoding_at": admitted_at}
-            self.stays.append(stay | moments | {"left_at": left_at})
+            left = "finished" if left_at == finish else "tool" if called else "preempted"
+            self.stays.append(stay | moments | {"left_at": left_at, "left": left})
 
     def causes(self) -> pd.DataFrame:
         steps = pd.DataFrame([RUN | {"step_time_s": self.end, "steady": True}])
@@ -101,6 +109,25 @@ def test_prefill_in_turn_is_no_wait_for_kv() -> None:
     line.response(0, 10.0, start=1.0)  # in the second prefill, before anything was decoded
     line.response(1, 6.0)
     assert line.idle_s() == {"length_skew": pytest.approx(4.0)}
+
+
+def test_who_is_at_its_tools_is_not_left_to_generate() -> None:
+    """From 2 s to 4 GPU 0 waits for the one that is away, from 4 to 8 one of both does, from 8 on GPU 1 for none."""
+    line = Timeline(2, 10.0, (0.0, 10.0))
+    for gpu, start, end in ((0, 0.0, 2.0), (0, 8.0, 10.0), (1, 0.0, 4.0)):
+        line.span(gpu, start, end)
+    line.response(0, 10.0, called=(2.0, 8.0), tool_s=4.0, tool_wait_s=2.0)
+    line.response(1, 4.0)
+    expected = {"tools": (2 + 4) * 4 / 6, "tool_queues": (2 + 4) * 2 / 6, "length_skew": 4.0 + 2.0}
+    assert line.idle_s() == pytest.approx(expected)
+
+
+def test_a_replica_alone_waits_for_tools_and_sandboxes() -> None:
+    acting = {"trace": {"path": "swe-agents", "cap": "4K"}, "workflow.prompts": 2, "environment.sandboxes": 2}
+    result = rlsim.run(SMALL, overrides={"systems": [{"verl": {"tp": 8}}], **acting}, seeds=1)
+    causes = idle_causes(result.steps, result.spans, result.responses, result.stays, result.calls, 8)
+    found = causes.groupby("cause")["idle_s"].sum()
+    assert found.index.tolist() == ["stage_barrier", "tool_queues", "tools"]
 
 
 def test_stage_barrier_alone() -> None:

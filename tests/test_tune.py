@@ -101,7 +101,7 @@ def test_what_is_tuned_is_what_the_framework_reads(framework: str, of: str) -> N
     assert {row.get("alters", "") for row in rows} <= {"", *ALTERS}
 
 
-def test_axes_keep_what_is_kept_and_alter_what_is_allowed() -> None:
+def test_axes_keep_what_is_kept_and_alter_what_is_allowed(tmp_path: Path) -> None:
     loaded = LoadedExperiment.of(verl().experiment({}), Path())
     plainly = {axis.name: axis for axis in axes_of(loaded)}
     assert [option[TP] for option in plainly[TP].options] == [1, 2, 4, 8]
@@ -114,6 +114,9 @@ def test_axes_keep_what_is_kept_and_alter_what_is_allowed() -> None:
     assert options.keys() - plainly == {KWARGS, f"{KWARGS}.num_speculative_tokens"}
     assert [*options[f"{KWARGS}.num_speculative_tokens"][2].values()] == [3]
     assert divisors(12) == [1, 2, 4]
+    acting = own(tmp_path, trace={"path": "swe-agents", "cap": "1K"}, environment={"sandboxes": 8}).experiment({})
+    options = {axis.name: axis.options for axis in axes_of(LoadedExperiment.of(acting, tmp_path))}
+    assert [*options["environment.sandboxes"]] == [{"environment.sandboxes": one} for one in (8, 16, 32, None)]  # of 64
     assert token_budgets(1500)[:3] == [2048, 3072, 3072]
 
 

@@ -271,7 +271,8 @@ def _parts(parts: Parts) -> Iterator[Table]:
 
 
 def _cause(name: str) -> str:
-    return "KV cache or max_num_seqs" if name == "kv_limit" else name.replace("_", " ")
+    words = {"kv_limit": "KV cache or max_num_seqs", "tool_queues": "queues for sandboxes and workers"}
+    return words.get(name, name.replace("_", " "))
 
 
 def _idle(parts: Parts | None) -> str:

@@ -26,15 +26,18 @@ from rlsim.experiment.parts import never_stops
 from rlsim.experiment.placed import PlacedExperiment
 from rlsim.results.tune.space import baseline_of
 from rlsim.results.tune.trial import Run, simulator_of, tables_of
+from rlsim.sim.request import AGENT
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 #: What a GPU with nothing to do waits for.
-CAUSES = ("length_skew", "split_imbalance", "kv_limit", "stage_barrier")
+CAUSES = ("length_skew", "split_imbalance", "kv_limit", "tools", "tool_queues", "stage_barrier")
 #: Spans of a rollout's replicas, by kind; all others are those of calls.
 GENERATING = ("decode", "prefill", "mixed", "switch")
+#: In the place of no number of trajectories, where it divides.
+TINY = 1e-300
 _RUN = ["case", "system", "seed"]
 COLUMNS = (*_RUN, "step", "cause", "waits_for", "idle_s")
 
@@ -92,11 +95,17 @@ class _Stage(NamedTuple):
     begun: Floats  # sorted: from when on each response is under way
     finished: Floats  # sorted: when each response ended, at the latest with the stage
     undelayed: Floats  # sorted: when each would have ended without its waits for admission
+    acting: tuple[Floats, Floats]  # see `_acting`
     endless: bool = False
 
     def under_way(self, ends: Floats, at: Floats) -> Integers:
         """How many responses are under way at these moments, if they end then."""
         return np.searchsorted(self.begun, at, side="right") - np.searchsorted(ends, at, side="right")
+
+    def away(self, at: Floats) -> Floats:
+        """How many trajectories are away at these moments; of them at their tools, and of these in queues."""
+        moments, counts = self.acting
+        return counts[:, np.searchsorted(moments, at, side="right")]
 
 
 def _stages(
@@ -134,7 +143,8 @@ def _stage(
     undelayed, here, each = ended - _waits(responses, stays, spans), ended > start, _by_gpu(spans)
     mesh = _mesh(np.unique(each["gpu"].to_numpy(np.int64)), count, gpus)
     begun, finished, without_waits = (np.sort(moments[here]) for moments in (begun_at, ended, undelayed))
-    return _Stage(start, end, mesh, _layouts(each), begun, finished, without_waits, endless)
+    acting = _acting(responses.assign(ended=ended), stays)
+    return _Stage(start, end, mesh, _layouts(each), begun, finished, without_waits, acting, endless)
 
 
 def _by_gpu(spans: pd.DataFrame) -> pd.DataFrame:
@@ -176,6 +186,27 @@ def _waits(responses: pd.DataFrame, stays: pd.DataFrame, spans: pd.DataFrame) ->
     return total.reindex(responses["response"]).fillna(0.0).to_numpy(np.float64)
 
 
+def _acting(responses: pd.DataFrame, stays: pd.DataFrame) -> tuple[Floats, Floats]:
+    """When trajectories leave for their tools and come back, and how many (`_Stage.away`) are away from then on.
+
+    A trajectory is away between a stay that a tool call ends and its next one, while no sub-agent of its own has a stay
+    either. As much of that time as of all its absences is spent in calls and queues; for the rest it waits for others.
+    """
+    own = stays.assign(response=stays["response"] % AGENT).sort_values(["response", "arrived_at"], kind="stable")
+    own = own.merge(responses[["response", "ended", "tool_s", "tool_wait_s"]], on="response")
+    of_response = own.groupby("response")
+    own["since"] = of_response["left_at"].cummax()
+    own["until"] = of_response["arrived_at"].shift(-1).fillna(own["ended"])
+    own = own[own["left"].isin(("tool", "finished")) & (own["until"] > own["since"])]
+    acting_s = own["tool_s"] + own["tool_wait_s"]
+    absent_s = (own["until"] - own["since"]).groupby(own["response"]).transform("sum").clip(lower=acting_s)
+    each = np.stack([np.ones(len(own)), acting_s / absent_s, own["tool_wait_s"] / absent_s])
+    moments = np.concatenate([own["since"], own["until"]])
+    order = np.argsort(moments, kind="stable")
+    counts = np.concatenate([np.zeros((3, 1)), np.concatenate([each, -each], axis=1)[:, order].cumsum(axis=1)], axis=1)
+    return moments[order], counts
+
+
 # ---- a window of time -----------------------------------------------------------------------------------------------
 
 
@@ -187,13 +218,13 @@ def _of_window(
     running = calls[(calls["end_at"] > start) & (calls["start_at"] < end)]
     within = [stage for stage in stages if stage.end > start and stage.start < end]
     moments = [f[c].to_numpy(np.float64) for f in (own, running) for c in ("start_at", "end_at")]
-    moments += [np.concatenate([[s.start, s.end], s.finished, s.undelayed]) for s in within]
+    moments += [np.concatenate([[s.start, s.end], s.finished, s.undelayed, s.acting[0]]) for s in within]
     times = np.concatenate([[start, end], *moments])
     edges = np.unique(times[(times >= start) & (times <= end)])
     width, middle = np.diff(edges), (edges[:-1] + edges[1:]) / 2
     generating = _busy(own[own["kind"].isin(GENERATING)], edges, gpus)
     idle = ~(generating | _busy(own[~own["kind"].isin(GENERATING)], edges, gpus))
-    seconds = {cause: np.zeros(gpus) for cause in CAUSES[:3]}
+    seconds = {cause: np.zeros(gpus) for cause in CAUSES[:-1]}
     trains = _running(running[~running["kind"].isin(("generate", "reward"))], middle) != ""
     barrier, endless = idle.astype(np.float64), np.zeros(gpus, np.bool_)
     for stage in within:
@@ -206,12 +237,21 @@ def _of_window(
         seconds["kv_limit"] += (waiting[:, held_up] * width[held_up]).sum(axis=1)
         rest = np.flatnonzero(piece & ~held_up)
         if len(rest):
-            uneven = _uneven_share(stage, waiting[:, rest], generating[:, rest], left[rest], middle[rest])
+            away, acts, queue = stage.away(middle[rest])
+            here = left[rest] - away
+            uneven, without_tools = (
+                _uneven_share(stage, waiting[:, rest], generating[:, rest], count, middle[rest])
+                for count in (here, left[rest])
+            )
+            whole = np.where(here > 0, away, acts)  # where nobody generates, those who wait for others wait for tools
+            acting, in_queues = ((without_tools - uneven) * (of / np.maximum(whole, TINY)) for of in (acts, queue))
+            skewed = 1.0 - uneven - acting
             lost = waiting[:, rest] * width[rest]
-            seconds["split_imbalance"] += (lost * uneven).sum(axis=1)
+            for cause, of in (("split_imbalance", uneven), ("tools", acting - in_queues), ("tool_queues", in_queues)):
+                seconds[cause] += (lost * of).sum(axis=1)
             held_back = stage.endless & trains[rest]
-            barrier[:, rest] += waiting[:, rest] * (1.0 - uneven) * held_back
-            seconds["length_skew"] += (lost * (1.0 - uneven) * ~held_back).sum(axis=1)
+            barrier[:, rest] += waiting[:, rest] * skewed * held_back
+            seconds["length_skew"] += (lost * skewed * ~held_back).sum(axis=1)
         endless |= stage.mesh & stage.endless
     rows = [(cause, "", found.sum()) for cause, found in seconds.items()]
     # A rollout that never stops waits for the others' calls; its own ones are when these wait for a batch.
@@ -223,8 +263,8 @@ def _of_window(
     return pd.DataFrame([row for row in rows if row[-1] > 0.0], columns=[*COLUMNS[4:]])
 
 
-def _uneven_share(stage: _Stage, idle: Flags, generating: Flags, left: Integers, at: Floats) -> Floats:
-    """By GPU and piece of time: the share of its idle time that an even split of the responses would use.
+def _uneven_share(stage: _Stage, idle: Flags, generating: Flags, left: Floats | Integers, at: Floats) -> Floats:
+    """By GPU and piece of time: the share of its idle time that an even split of so many responses would use.
 
     Of R replicas b work on `left` responses, N of which there were at first. An even split would keep min(left, R)
     busy, and would leave R − min(N, R) without a response from the start, which no lengths are to blame for.

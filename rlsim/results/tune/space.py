@@ -123,7 +123,7 @@ def facts_of(loaded: LoadedExperiment) -> dict[str, Any]:
         "dynamic": training.micro_batch_sequences is None, "experts": loaded.model.num_experts > 0,
         "cpu_optimizer": training.cpu_optimizer > 0,
         "acts": loaded.environment is not None,
-        "most_sandboxes": experiment.environment.sandboxes or experiment.workflow.batch,
+        "sandboxes": experiment.environment.sandboxes, "trajectories": experiment.workflow.batch,
         "drafts": drafts is not None, "most_drafted": most_drafted, "chain": not (drafts and drafts.num_draft_tokens),
         "mtp": drafts is not None and drafts.method == "mtp",
         "fp8": gpu.fp8_flop_per_s is not None, "hopper": gpu.name.startswith(("h100", "h200", "h800", "h20")),
