@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import simpy
-from conftest import placed_of, runner, tables, trajectories_of
+from conftest import loaded_of, placed_of, runner, tables, trajectories_of
 from workloads import LinearStep, Nothing, StubCosts, rolled_out
 
 import rlsim
@@ -354,6 +354,15 @@ def test_the_estimator_prices_trajectories_in_their_environment(trajectories: st
     took_s = (calls["end_at"] - calls["start_at"]).to_dict()
     told_s, _ = space.problem.single.seconds([*spread.values()])
     assert dict(zip(spread, told_s, strict=True)) == pytest.approx({name: took_s[name] for name in spread}, rel=1e-9)
+
+
+def test_a_model_with_windows_keeps_nothing_of_a_turn(trajectories: str, tmp_path: Path) -> None:
+    spec = {**AGENTS, "model": "gemma-3-12b", "trace": {"path": trajectories, "cap": "8K"}, "systems": ["verl"]}
+    loaded = loaded_of(spec, {"environment.keep_kv": "pinned"}, tmp_path)
+    note = "gemma-3-12b: each turn computes all of its context again; environment.keep_kv has no effect"
+    assert note in loaded.notes
+    plain = loaded_of(spec, {"model": "qwen2.5-7b"}, tmp_path)
+    assert not any("keep_kv" in other for other in plain.notes)
 
 
 def test_trajectories_and_plain_responses_mix_and_short_calls_are_not_told_as_none(
