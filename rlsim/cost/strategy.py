@@ -218,7 +218,7 @@ LOOPED_EXPERT_S = 0.42e-3
 EXPERT_IMBALANCE = 1.69
 #: Bytes that a training framework moves for each FLOP of its linear layers, at the data sheet's bandwidth: kernels that
 #: are not fused, and gaps between kernels. Fitted to runs of veRL and NeMo-RL (`scripts/fit_calibrations.py training`).
-TRAFFIC = {"fsdp": 2.52e-3, "megatron": 1.51e-3}
+TRAFFIC = {"fsdp": 2.40e-3, "megatron": 1.51e-3}
 #: Elements that the layers' element-wise kernels would move for each of these FLOPs if they were fused, in the models
 #: of those runs (LLaMA-3.1-8B and Qwen2.5-7B, 0.2% apart).
 MOVED = 2.16e-4
