@@ -32,7 +32,7 @@ SPREAD = 0.8  # of log response length, assumed
 RESPONSES = 16
 #: Seconds in which veRL's single controller hands a call a token of its padded batch (`scripts/fit_calibrations.py
 #: training`).
-DRIVER_S = 0.106e-6
+DRIVER_S = 0.107e-6
 #: Mean responses of runs that state none, as the counter implies: by the slope of their seconds over 1 / (MFU × GPUs)
 #: on H100, of 235B by its run of 64 prompts alone. A test works them out.
 IMPLIED = {"qwen2.5-7b": 1220.0, "qwen3-30b-a3b": 945.0, "qwen3-235b-a22b": 5370.0}
