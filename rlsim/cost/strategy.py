@@ -215,7 +215,7 @@ LOOPED_EXPERT_S = 0.42e-3
 #: `TrainStrategy.expert_imbalance` of a trainer whose router sends tokens where it will. Fitted to log-probs and
 #: updates of 14 runs of veRL with Qwen3-30B-A3B on H100 (`scripts/fit_calibrations.py training`), so that it holds all
 #: that experts take longer than in pre-training on H800 whose load was forced to be balanced, which comes out at 1.
-EXPERT_IMBALANCE = 1.69
+EXPERT_IMBALANCE = 1.70
 #: Bytes that a training framework moves for each FLOP of its linear layers, at the data sheet's bandwidth: kernels that
 #: are not fused, and gaps between kernels. Fitted to runs of veRL and NeMo-RL (`scripts/fit_calibrations.py training`).
 TRAFFIC = {"fsdp": 2.40e-3, "megatron": 1.51e-3}
