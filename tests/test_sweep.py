@@ -495,6 +495,7 @@ def test_the_command_line(tmp_path: Path, call: Command) -> None:
     for options, expected in {
         "--dry-run": "2 points",
         f"--out {out}": "2 points, 0 failed; results: ",
+        f"--out {out}2 --set name=again": " (2 of 2 points)",
         f"--out {out} --quiet": out,
         f"--out {out}[/b] --set name=[i]t[/i]": f"results: {out}[/b]",
         f"--out {out} --json -": '"status": "done"',

@@ -54,6 +54,7 @@ def test_describe_prints_a_table_or_json() -> None:
     text = run("describe", SHIPPED, "--above", "4K,8K", "--cap", "8K")
     assert "P90" in text
     assert "share above 4,096" in text
+    assert run("describe", Path(SHIPPED).stem, "--above", "4K,8K", "--cap", "8K") == text
     found = json.loads(run("describe", SHIPPED, "--json", "-", "--above", "4000"))["parts"][0]
     assert found["share_above"]["4000"] == pytest.approx(0.053, abs=0.006)
     assert found["samples_per_prompt"] == {"24": 768}

@@ -8,9 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rlsim.base.formats import Table, written
+from rlsim.base.formats import Table, few, written
 from rlsim.base.output import results_folder
-from rlsim.cli.common import PRINTED, add_code_folders, echo, paths_only, progress_bar, say, with_options, write_json
+from rlsim.cli.common import (
+    PRINTED,
+    add_code_folders,
+    echo,
+    paths_only,
+    progress_bar,
+    say,
+    say_notes,
+    with_options,
+    write_json,
+)
 from rlsim.cli.tables import caption, print_tables, setting_texts
 from rlsim.errors import ConfigError
 
@@ -20,6 +30,8 @@ if TYPE_CHECKING:
 
 #: More rows than these are left to `rlsim compare` and the tables.
 MOST_ROWS = 40
+#: More notes than these are left to the page.
+MOST_NOTES = 5
 
 
 def sweep(
@@ -128,6 +140,7 @@ def _print(found: SweepResult, definition: Definition) -> None:
         named = dict(zip(names, texts, strict=True))
         words = (*range(len(names)), len(names) + 4)
         print_tables([Table.of("", {**named, **columns}, *words, caption=caption("sweep", columns=columns))])
+        say_notes(few(found.notes(), MOST_NOTES, f"are in its page: rlsim report {found.directory}"))
     say(f"{_counted(definition)}, {len(found.failed)} failed; results: {found.directory}")
     if unlike.any():
         say(

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlsim.base import catalogue
 from rlsim.base.formats import Table, number, share, written
 from rlsim.base.output import check_file
 from rlsim.base.refusals import refuse
@@ -23,7 +24,7 @@ _MOST_EPOCHS = 4  # that the table of a description has columns for
 app = Commands(
     no_args_is_help=True,
     help="Response-length traces: import, describe, fit, generate.",
-    epilog="Example: rlsim trace describe traces/deepscaler-llama-3.1-8b.parquet --cap 24K",
+    epilog="Example: rlsim trace describe deepscaler-llama-3.1-8b --cap 24K",
 )
 
 
@@ -91,6 +92,13 @@ def _derived(
     return derive_trace(file, prompts=prompts, responses=responses, cap_tokens=cap_tokens, name=name, source=source)
 
 
+def _read(file: Path) -> Trace:
+    """The trace in a file, or the shipped one of that name."""
+    from rlsim.trace.files import read_trace
+
+    return read_trace(file if file.exists() else catalogue.names("traces", ".parquet").get(str(file), file))
+
+
 @app.command("describe")
 def describe_(
     file: Path,
@@ -102,16 +110,15 @@ def describe_(
 ) -> None:
     """Print quantiles, share at the cap and correlation within prompts.
 
-    Example: rlsim trace describe traces/deepscaler-llama-3.1-8b.parquet --cap 24K
+    Example: rlsim trace describe deepscaler-llama-3.1-8b --cap 24K
     """
     from rlsim.trace.describe import describe
-    from rlsim.trace.files import read_trace
 
     if chart is not None:
         check_file(chart, TraceError, inputs=(file,))
     limits = [value for text in above.split(",") if text.strip() and (value := tokens_of("--above", text.strip()))]
     cap_tokens = tokens_of("--cap", cap)
-    trace = read_trace(file)
+    trace = _read(file)
     description = describe(trace, cap_tokens, limits)
     if chart is not None:
         from rlsim.base.charts import save_chart
@@ -169,15 +176,14 @@ def fit_(
 ) -> None:
     """Fit a censored lognormal mixture with the share the prompt has in it.
 
-    Example: rlsim trace fit traces/deepscaler-llama-3.1-8b.parquet --cap 24K --out fit.yaml
+    Example: rlsim trace fit deepscaler-llama-3.1-8b --cap 24K --out fit.yaml
     """
-    from rlsim.trace.files import read_trace
     from rlsim.trace.fit import check_fit_name, fit_trace, save_fit
 
     if out is not None:
         check_fit_name(out)
         check_file(out, TraceError, inputs=(file,))
-    fit = fit_trace(read_trace(file), tokens_of("--cap", cap), components=components)
+    fit = fit_trace(_read(file), tokens_of("--cap", cap), components=components)
     if out is not None:
         save_fit(fit, out)
     if write_json(json_file, fit.model_dump(mode="json")) or paths_only(quiet, out):

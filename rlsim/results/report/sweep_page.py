@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from types import SimpleNamespace
@@ -227,11 +226,12 @@ def sweep_page(sweep: SweepResult, *, title: str | None = None) -> Page:
     states = sweep.points["status"].value_counts()
     first = next(iter(records.values()))
     lookups = {f"{p} {case}": table for p, record in records.items() for case, table in record["lookups"].items()}
+    notes = few(sweep.notes(), _MOST_NOTES, "are in the sweep's files")
     sections = (
         ("sweep", "Over the sweep", sweep_blocks(judged, axes, baseline)),
         ("points", "Every point", _points(frame, axes, sweep, verdicts)),
         ("calibration", "How sure the figures are", calibration_blocks(lookups, setups_of(*records.values()))),
-        ("notes", "Notes of the runs", [_notes(records)]),
+        ("notes", "Notes of the runs", [listing(notes, "The runs noted nothing.")]),
         ("configuration", "Exactly what was run", _configuration(sweep, first)),
     )
     facts = [("Experiment", str(first["experiment"]["name"])), ("Points", f"{len(sweep.points):,}")]
@@ -253,12 +253,6 @@ def _points(frame: pd.DataFrame, axes: Sequence[str], sweep: SweepResult, verdic
     if sweep.failed:
         yield Text("Points without results", "heading")
         yield Table("What went wrong", ("point", "error"), [*sweep.failed.items()], words=(1,))
-
-
-def _notes(records: Mapping[str, Mapping[str, Any]]) -> Text:
-    counts = Counter(note for record in records.values() for note in record["notes"])
-    items = [f"{note} ({count:,} of {len(records):,} points)" for note, count in counts.most_common()]
-    return listing(few(items, _MOST_NOTES, "are in the sweep's files"), "The runs noted nothing.")
 
 
 def _configuration(sweep: SweepResult, first: Mapping[str, Any]) -> Iterator[Block]:

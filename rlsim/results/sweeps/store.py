@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -229,6 +230,12 @@ class SweepResult:
     def record(self, point: str) -> dict[str, Any]:
         """The manifest of a point that is done: its whole configuration, versions, notes (see docs/results.md)."""
         return Store(self.directory).record(point)
+
+    def notes(self) -> list[str]:
+        """What the runs noted, at how many of the points that are done; the most frequent first."""
+        records = [self.record(row["point"]) for row in self._rows if row["status"] == "done"]
+        counts = Counter(note for record in records for note in record["notes"])
+        return [f"{note} ({count:,} of {len(records):,} points)" for note, count in counts.most_common()]
 
     def points_table(self) -> pa.Table:
         types = {"point": pa.string()} | {axis.name: TYPES[axis.dtype] for axis in self.axes}
