@@ -107,6 +107,11 @@ def test_trainers_of_v1(tmp_path: Path) -> None:
     assert apart.data()["workflow"]["prompts"] == 4 * 8
     assert apart.data()["workflow"]["old_log_probs"] is True  # of v1 this is off: bypass_mode
     runs(apart, tmp_path)
+    strict = verl(tmp_path, *given, "trainer.v1.sampler.max_off_policy_strategy=wait",
+                  "algorithm.filter_groups.enable=True", text=BOTH)  # fmt: skip
+    for said in ("max_off_policy_strategy (as given) = wait", "responses every 2 s", "dropped prompts give their places"):
+        assert any(said in item for item in strict.missing), said
+    assert "dynamic_sampling" in system(strict)
     switch = "trainer.v1.separate_async.hybrid_rollout."
     lent = verl(tmp_path, *given, f"{switch}enable_switch=True", f"{switch}switch_threshold_ratio=0.5", text=BOTH)
     assert system(lent)[-1] == {"hybrid_rollout": {"until": 0.5}}

@@ -4,8 +4,9 @@
 sequences, load forced to be balanced (30B: tokens beyond an expert's capacity dropped), all-to-all dispatcher,
 distributed optimizer. Of XTuner's table, rows with DeepEP, dropped tokens, recomputation of the MoE part alone or ZeRO
 and TP overlapped are left out: rlsim has none of these. `prime-rl`: full training of dense models and mixtures with
-FSDP2, one sequence a micro-batch, two of them a GPU; `prime-sft`: supervised; `prime-lora`: adapters of rank 16. Left
-out: offloaded activations, GPUs without a calibration, and LoRA of mixtures on B200, where prime-rl loops over experts.
+FSDP2, one sequence a micro-batch, two of them a GPU; `prime-sft`: supervised; `prime-lora`: adapters of rank 16;
+`prime-lora-looped`: of mixtures on B200, where prime-rl's code takes one expert after the other. Left out: offloaded
+activations and GPUs without a calibration.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ class Iteration(Schema):
     iteration_s: float
     peak_gib: float = 0.0
     lora_rank: int = 0
+    looped_experts: bool = False
 
     @property
     def case(self) -> str:
@@ -112,7 +114,7 @@ class Iteration(Schema):
         return TrainStrategy(
             dp=self.gpus // (self.tp * self.pp), tp=self.tp, pp=self.pp, ep=self.ep, sequence_parallel=self.tp > 1,
             zero_stage=1 if self.megatron else 3, micro_batch_sequences=self.micro_batch,
-            lora_rank=self.lora_rank or None, **kinds,
+            lora_rank=self.lora_rank or None, looped_experts=self.looped_experts, **kinds,
         )  # fmt: skip
 
     @property
@@ -164,7 +166,7 @@ def trainer_rows(evidence: Path = EVIDENCE) -> Iterator[Row]:
     found = iterations(evidence)
     reading_s = position_s(found)
     for one in found:
-        host_s = reading_s * one.gpu_tokens if one.group in ("prime-rl", "prime-lora") else 0.0
+        host_s = reading_s * one.gpu_tokens if one.group.startswith(("prime-rl", "prime-lora")) else 0.0
         yield Row("steps", one.case, "iteration_s", one.iteration_s, one.simulated_s() + host_s, kind=one.kind)
         if one.peak_gib > 0:
             yield Row("steps", one.case, "peak_gib", one.peak_gib, one.simulated_gib)

@@ -68,11 +68,11 @@ def from_verl(sources: Sequence[str], options: Options, version: str = VERSIONS[
     settings = _settings(config, draft, machines, apart)
     actor = _model(config, draft, options)
     _calibration(config, draft, machines, options)
-    filters, cap = config.key("filters") if config.flag("filters") else "", Entry(settings.cap, config.where("cap"))
+    reading = Reading("verl", config, **_facts(config, settings, machines, apart))
+    filters, cap = config.key("filters") if reading.fact("filtering") else "", Entry(settings.cap, config.where("cap"))
     parts.add_trace(draft, options, actor, cap, filters, config.entry("prompts_longest"))
     parts.limit_context(config, draft)
     draft.missing += _unlike(config, draft)
-    reading = Reading("verl", config, **_facts(config, settings, machines, apart))
     reading.facts["measured"] = options.calibration is not None
     published = str(config.told(TEXT, _MODEL)).lower().rstrip("/")
     reading.facts["plain_weights"] = bool(actor.quantised_parameters) and published.endswith("-bf16")
@@ -220,7 +220,7 @@ def _models(config: VerlSettings, draft: Draft, options: Options) -> None:
 def _systems(
     config: VerlSettings, reading: Reading, draft: Draft, tp: int, apart: Apart | None, *, over_nodes: bool
 ) -> None:
-    more = parts.batching(reading, draft, "filters" if config.flag("filters") else "")
+    more = parts.batching(reading, draft, "filters" if reading.fact("filtering") else "")
     if apart is not None:
         if beside := reading.fact("beside"):
             until = {key: entry.value for key, entry in reading.entries(beside).items()}

@@ -36,8 +36,6 @@ Flags = NDArray[np.bool_]
 CAUSES = ("length_skew", "split_imbalance", "kv_limit", "tools", "tool_queues", "stage_barrier")
 #: Spans of a rollout's replicas, by kind; all others are those of calls.
 GENERATING = ("decode", "prefill", "mixed", "switch")
-#: In the place of no number of trajectories, where it divides.
-TINY = 1e-300
 _RUN = ["case", "system", "seed"]
 COLUMNS = (*_RUN, "step", "cause", "waits_for", "idle_s")
 
@@ -244,7 +242,8 @@ def _of_window(
                 for count in (here, left[rest])
             )
             whole = np.where(here > 0, away, acts)  # where nobody generates, those who wait for others wait for tools
-            acting, in_queues = ((without_tools - uneven) * (of / np.maximum(whole, TINY)) for of in (acts, queue))
+            shares = (np.divide(of, whole, out=np.zeros_like(whole), where=whole > 0) for of in (acts, queue))
+            acting, in_queues = ((without_tools - uneven) * share for share in shares)
             skewed = 1.0 - uneven - acting
             lost = waiting[:, rest] * width[rest]
             for cause, of in (("split_imbalance", uneven), ("tools", acting - in_queues), ("tool_queues", in_queues)):
