@@ -29,7 +29,7 @@ from rlsim.policies.registry import BUILTIN
 from rlsim.results.tune import answer, systems
 from rlsim.results.tune.answer import Change, Tuned, Wish, tune
 from rlsim.results.tune.parts import CAUSES, Parts, parts_of
-from rlsim.results.tune.search import measuring
+from rlsim.results.tune.search import Job, measuring, search
 from rlsim.results.tune.space import ALTERS, Axis, Bound, axes_of, baseline_of, divisors, token_budgets
 from rlsim.results.tune.systems import CONTENDERS, FEW, LATE, ranked
 from rlsim.results.tune.trial import Configuration, Run, StartError, Trial, tried
@@ -286,6 +286,36 @@ def test_known_optima_are_found_in_the_whole_space(problem: str, tmp_path: Path)
         assert found.best[key] in (values if isinstance(values, list) else [values]), found.best
     assert found.gain_low > 1
     assert found.evaluated >= 40
+
+
+def test_settings_of_training_that_pay_only_together_are_found() -> None:
+    """Three of twelve, each of which alone makes training longer: what training costs is searched on its own first."""
+    axes = [Axis(name, ({name: 1}, {name: 2}, {name: 3})) for name in "abcdefghijkl"]
+
+    def measure(jobs: Sequence[Job], most_s: float = math.inf) -> list[Trial]:
+        found = []
+        for changes, run in jobs:
+            own = sum(changes.get(name) == 3 for name in "abc")
+            means = {"train_time_s": 5.0 if own == 3 else 10.0 + own, "kept_bytes": 1e9}
+            if run.rollout:
+                means["gen_exposed_s"] = 10.0 + 0.1 * sum(changes.get(name, 2) - 2 for name in "defghijkl")
+            seconds = means["train_time_s"] + means.get("gen_exposed_s", 0.0)
+            found.append(Trial(changes, means | {"responses_per_s": 1 / seconds}))
+        return found
+
+    for seed in range(3):
+        tried_sets = search(axes, measure, Run(seed), lambda count: count >= 120, lambda _: None, lambda: math.inf)
+        assert len(tried_sets) < 140
+        assert all(tried_sets[0].changes.get(name) == 3 for name in "abc")
+
+
+def test_calls_beside_generation_are_priced_as_they_run() -> None:
+    """Without generation the same seconds, and all else that a trial refuses is refused."""
+    for changes in ({}, {TP: 1}):
+        whole, priced = (tried(verl(), changes, Run(5, 1, rollout=rollout)) for rollout in (True, False))
+        for name in ("train_time_s", "prep_time_s"):
+            assert priced.means[name] == pytest.approx(whole.means[name], rel=1e-9)
+    assert tried(verl(), {"actor_rollout_ref.model.path": "Qwen/Qwen2.5-72B-Instruct"}, Run(5, 1, rollout=False)).kind
 
 
 def test_what_is_best_already_stays(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -134,6 +135,12 @@ def deal(work: Floats, ranks: int) -> list[npt.NDArray[np.intp]]:
     rank the original order is kept, so that mini-batches cut from it stay as random as the input. veRL uses
     Karmarkar–Karp differencing for the same purpose (`trainer.balance_batch`).
     """
+    return _dealt(np.asarray(work, np.float64).tobytes(), ranks)
+
+
+@lru_cache(maxsize=32)  # the calls of a step, and their memory, deal the same sequences
+def _dealt(raw: bytes, ranks: int) -> list[npt.NDArray[np.intp]]:
+    work = np.frombuffer(raw)
     if ranks == 1:
         return [np.arange(len(work), dtype=np.intp)]
     order = np.argsort(-work, kind="stable")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -38,6 +39,8 @@ Told = Callable[[Sequence[Trial]], None]
 ROUND, AT_ONCE = 16, 4
 #: The best so far, around which new sets are made; so many are made, and so many of a round are chosen by chance.
 ELITES, MADE, BY_CHANCE = 6, 300, 4
+#: Sets that are priced without generation, at most, and the share of what is left of the time for that.
+PRICED, PRICED_SHARE = 400, 0.1
 #: Parts of a step, and what binds where one is the largest.
 PARTS = {
     "gen_exposed_s": "generation", "train_time_s": "training", "prep_time_s": "log-probs and rewards",
@@ -83,7 +86,6 @@ def search(
     The first to run is the configuration as it is. `run.seed` is the search's own seed, too; `told` is called now and
     then with all that was tried.
     """
-    generator = np.random.default_rng(run.seed)
     found: dict[Choice, Trial] = {}
 
     def add(choices: Sequence[Choice]) -> None:
@@ -95,19 +97,61 @@ def search(
             told(list(found.values()))
 
     add([Choice()])
-    ends = [{0, len(axis.options) - 1} for axis in axes]
-    add([Choice([(i, j)]) for i, both in enumerate(ends) for j in sorted(both)])
-    while not over(len(found)):
-        new = _sets(axes, found, generator)
-        if not new:
-            break
-        add(new)
+    add(_ends(axes))
+    add([one for one in _priced(axes, measure, run, over, left_s) if one not in found])
+    _explore(axes, found, run.seed, add, lambda: over(len(found)))
     # What is fastest on some number of GPUs on all others: fewer are slower, and no search for the fastest takes them.
     best = max(found, key=lambda one: found[one].rate)
     numbers = [(i, j) for i, axis in enumerate(axes) if axis.alters == "gpus" for j in range(len(axis.options))]
     others = [_with(best, [one]) for one in numbers]
     found |= dict(zip(others, measure([(changes_of(axes, one), run) for one in others], left_s()), strict=True))
     return sorted(found.values(), key=lambda trial: -trial.rate)
+
+
+def _ends(axes: Sequence[Axis]) -> list[Choice]:
+    """Single changes, both ends of every axis."""
+    return [Choice([(i, j)]) for i, axis in enumerate(axes) for j in sorted({0, len(axis.options) - 1})]
+
+
+def _explore(
+    axes: Sequence[Axis],
+    found: Mapping[Choice, Trial],
+    seed: int,
+    add: Callable[[Sequence[Choice]], None],
+    over: Callable[[], bool],
+) -> None:
+    """Adds rounds of sets, each made of what was found before, until it is over or nothing is new."""
+    generator = np.random.default_rng(seed)
+    while not over() and (new := _sets(axes, found, generator)):
+        add(new)
+
+
+def _priced(
+    axes: Sequence[Axis], measure: Measure, run: Run, over: Callable[[int], bool], left_s: Callable[[], float]
+) -> list[Choice]:
+    """Sets with which the calls beside generation are fastest, priced by their formulas alone: these and generation
+    meet only in memory, so they are the fastest of all, and those of which less stays on a GPU than of all faster."""
+    began_s = left_s()
+
+    def trials(of: Sequence[Axis], choices: Sequence[Choice]) -> dict[Choice, Trial]:
+        jobs = [(changes_of(of, one), replace(run, rollout=False)) for one in choices]
+        return dict(zip(choices, measure(jobs), strict=True))
+
+    base, *ends = [(one, trial.means or trial.kind) for one, trial in trials(axes, [Choice(), *_ends(axes)]).items()]
+    altering = {i for one, came in ends for i, _ in one if came != base[1]}
+    numbers = [i for i in sorted(altering) if axes[i].alters != "gpus"]
+    own = [axes[i] for i in numbers]
+    found = trials(own, [Choice(), *_ends(own)])
+    _explore(
+        *(own, found, run.seed, lambda new: found.update(trials(own, new))),
+        lambda: len(found) >= PRICED or over(len(found)) or began_s - left_s() > PRICED_SHARE * began_s,
+    )
+    front, least_bytes = list[Choice](), math.inf
+    for one in sorted((one for one, trial in found.items() if trial.rate), key=lambda one: -found[one].rate):
+        if (kept_bytes := found[one].means["kept_bytes"]) < least_bytes:
+            front.append(Choice((numbers[i], j) for i, j in one))
+            least_bytes = kept_bytes
+    return front[:ELITES]
 
 
 def changes_of(axes: Sequence[Axis], choice: Choice) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from rlsim.experiment.simulator import Simulator
 from rlsim.experiment.steadiness import unsteady
 from rlsim.experiment.summary import means
 from rlsim.experiment.systems import PartSpec, SystemSpec
+from rlsim.experiment.times import ExperimentTimes
 from rlsim.frameworks import READERS, read
 from rlsim.frameworks.draft import write_changes, written
 from rlsim.frameworks.parts import Options
@@ -142,13 +143,15 @@ class Run:
     """How a changed configuration is run: on which draws of the trace, so many steps, in which world of costs.
 
     One whose steps overlap runs its own number of steps: fewer would show how its pipeline fills. `settings` are keys
-    of the experiment that are set beside, such as an assumption at the end of its range.
+    of the experiment that are set beside, such as an assumption at the end of its range. Without `rollout` nothing is
+    generated: the other calls are priced by their formulas, each alone.
     """
 
     seed: int
     steps: int | None = None
     draw: int = 0
     settings: tuple[tuple[str, Any], ...] = ()
+    rollout: bool = True
 
 
 def tried(configuration: Configuration, changes: Mapping[str, Any], run: Run, most_s: float = math.inf) -> Trial:
@@ -168,13 +171,15 @@ def _tried(configuration: Configuration, changes: Mapping[str, Any], run: Run) -
     experiment = alone(whole, run)
     spec = baseline_of(experiment.systems, experiment.baseline)
     same = _known.get(key := experiment.model_dump_json(exclude={"name", "description", "sources"}))
-    if same is not None:
+    if same is not None and run.rollout:
         return replace(same, changes=changes)
     folder = configuration.options.folder
     simulator = simulator_of(whole, folder, run)
     if changes and (refused := starts_of(simulator.loaded, [spec])):
         raise StartError("; ".join(refused))
     (simulator.check_free if changes else simulator.check_all)(spec)
+    if not run.rollout:
+        return Trial(changes, _priced(simulator, spec, run.seed), gpus=simulator.loaded.cluster.gpus)
     tables = tables_of(simulator, spec, run.seed)
     steps = means(tables["steps"], ["system"])
     if steps.empty:
@@ -197,6 +202,22 @@ def simulator_of(experiment: Experiment, folder: Path, run: Run) -> Simulator:
     if run.steps is not None and simulator.overlap(spec.make()):
         return simulator_of(experiment, folder, replace(run, steps=None))
     return simulator
+
+
+def _priced(simulator: Simulator, spec: SystemSpec, seed: int) -> dict[str, float]:
+    """Responses per second of all calls but generation, one after the other, on the responses of a first step; their
+    seconds; and what stays on a GPU of generation (`kept_bytes`)."""
+    system, drawn = spec.make(), simulator.sampler(seed).step(0)
+    placed, lengths = simulator.placed(system), drawn.prompt_tokens + drawn.response_tokens
+    times, tp = ExperimentTimes(placed), system.initial_tp(placed.context)
+    priced_s = {"train": 0.0, "inference": 0.0}
+    for call in (one for one in placed.workflow.calls if one.kind in priced_s and placed.plan.of(one.name).strategy):
+        parts = times.of_lengths(call, placed.plan.of(call.name), lengths, tp)
+        priced_s[call.kind] += sum(seconds for _, seconds in parts)
+    kept = placed.ledger.staying(placed.gpus_of("generate"))[1]
+    rate = len(lengths) / (sum(priced_s.values()) or math.inf)
+    seconds = {"train_time_s": priced_s["train"], "prep_time_s": priced_s["inference"]}
+    return {"responses_per_s": rate, "kept_bytes": kept, **seconds}
 
 
 def _log_probs_s(tables: Mapping[str, pd.DataFrame]) -> dict[str, float]:
