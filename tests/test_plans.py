@@ -662,7 +662,7 @@ def test_no_micro_batch_holds_more_than_a_rank_has() -> None:
 def test_the_worst_micro_batch_is_of_the_longest_that_the_limits_allow(call: str) -> None:
     """Of every call alike: as many of the longest as it takes; a budget, or one sequence that is longer."""
     which = ppo().call(call)
-    lengths = np.array([10, 40, 20, 30, 150, 50, 60, 70])
+    lengths = np.array([[10, 40, 20, 30, 10, 50, 60, 70], [10, 40, 20, 30, 150, 50, 60, 70]])
     batch = replace(BATCH, drawn=lengths, limit_tokens=500)
     pairs = TrainStrategy(dp=2, micro_batch_sequences=2)
     drawn = micro_batch(batch, which, pairs)
@@ -679,4 +679,4 @@ def test_the_worst_micro_batch_is_of_the_longest_that_the_limits_allow(call: str
     assert 430 / 2 <= held(pairs) <= 150 + 70 + 60 + 50
     assert (held(pairs, worst=True), held(replace(pairs, dp=1), worst=True)) == (4 * 500, 8 * 500)
     assert (held(pairs, as_they_come=True), held(replace(pairs, micro_batches=2))) == (430, 4 * 100)
-    assert replace(batch, drawn=np.zeros(0, np.int64)).rank_tokens(which, TINY, pairs) == 4 * 150
+    assert replace(batch, drawn=np.zeros((0, 0), np.int64)).rank_tokens(which, TINY, pairs) == 4 * 150

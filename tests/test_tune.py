@@ -425,16 +425,15 @@ def _told_without_ratios(found: Tuned) -> None:
     assert "times" not in head
 
 
-def test_a_configuration_that_fits_on_some_draws_only(tmp_path: Path) -> None:
-    """Its micro-batch holds prompts with short responses, and none with long ones: it does not fit."""
+def test_a_configuration_that_would_fit_with_luck(tmp_path: Path) -> None:
+    """Its micro-batch holds prompts with short responses, and none with long ones: it fits under no seed."""
     lengths = [(prompt, 30_000 if prompt % 2 else 16) for prompt in range(8) for _ in range(8)]
     configuration = own(tmp_path, cluster="1xh100", workflow={"prompts": 1, "responses": 8, "steps": 1},
                         trace=trace_of(tmp_path, "32K", *lengths),
                         training={"micro_batch_sequences": 8})  # fmt: skip
-    assert {tried(configuration, {}, Run(seed, 1)).kind for seed in range(8)} == {"", "memory"}
+    assert {tried(configuration, {}, Run(seed, 1)).kind for seed in range(8)} == {"memory"}
     keep = all_but(configuration, "training.micro_batch_sequences")
-    for seed in range(3):  # the search's draw fits, or not
-        _told_without_ratios(tune(configuration, Wish(keep), trials=6, workers=1, seed=seed))
+    _told_without_ratios(tune(configuration, Wish(keep), trials=6, workers=1))
 
 
 def test_tune_from_the_command_line(tmp_path: Path, call: Command) -> None:

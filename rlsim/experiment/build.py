@@ -33,6 +33,9 @@ from rlsim.trace.turns import response_tokens, scale_turns
 from rlsim.workflow import Workflow
 from rlsim.workflow.memory import BatchSize
 
+#: Steps whose micro-batches must fit, where the limits count sequences.
+CHECKED = 8
+
 
 class Kind(NamedTuple):
     """What costs of GPUs of one kind follow from: the cluster as they know it, and their calibration."""
@@ -206,14 +209,15 @@ class LoadedExperiment:
             training.mini_batches,
             spec.prompts * self.algorithm.baseline_responses,
             self.experiment.trace.max_model_len or self.longest_sequence,
-            *([self.first_step] if counted or training.pp > 1 else []),
+            *([self.drawn_steps] if counted or training.pp > 1 else []),
         )
 
     @cached_property
-    def first_step(self) -> npt.NDArray[np.int64]:
-        """Prompt and response together of what the first seed draws for the first step (tokens)."""
-        step = self.sampler(self.experiment.seed_list[0]).step(0)
-        return step.prompt_tokens + step.response_tokens
+    def drawn_steps(self) -> npt.NDArray[np.int64]:
+        """Prompt and response together of first steps (steps × sequences, tokens), the same for every seed that runs:
+        what fits is not a matter of one draw's luck."""
+        steps = [self.sampler(seed).step(0) for seed in range(CHECKED)]
+        return np.array([step.prompt_tokens + step.response_tokens for step in steps])
 
     @property
     def mean_response_tokens(self) -> float:

@@ -209,7 +209,7 @@ def changed(loaded: LoadedExperiment, changes: Change) -> LoadedExperiment:
     if nodes and isinstance(cluster, Cluster):
         cluster = cluster.model_copy(update={"nodes": nodes})
     made = replace(loaded, experiment=with_settings(loaded.experiment, settings, ""), cluster=cluster)
-    for name in ("scoring", "first_step"):  # none of these settings changes what the trace says, which takes long
+    for name in ("scoring", "drawn_steps"):  # none of these settings changes what the trace says, which takes long
         vars(made)[name] = getattr(loaded, name)
     return made
 

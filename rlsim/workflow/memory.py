@@ -37,7 +37,7 @@ class BatchSize:
     mini_batches: int = 1  # of a training call
     baselines: int = 0  # sequences beside these that only a reward model reads (ReMax)
     limit_tokens: int = 0  # the longest that the limits allow, whatever the trace holds
-    drawn: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))  # the lengths of a step
+    drawn: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # lengths, by step
 
     def micro_batch_tokens(
         self, call: Call, model: Model, strategy: TrainStrategy, *, as_they_come: bool = False, worst: bool = False
@@ -79,12 +79,12 @@ class BatchSize:
         return longest, share, sequences if as_they_come else math.ceil(share)
 
     def _made(self, call: Call, model: Model, strategy: TrainStrategy, as_they_come: bool) -> list[Floats]:
-        """Tokens of the micro-batches of the lengths drawn, by rank, of each mini-batch."""
+        """Tokens of the micro-batches of the steps drawn, by rank, of each mini-batch."""
         batching, backward = MicroBatching(model, strategy), call.kind == "train"
         if as_they_come:
-            return [batching.of_part(self.drawn, backward=backward).tokens]
+            return [batching.of_part(step, backward=backward).tokens for step in self.drawn]
         minis = self.mini_batches if backward else 1
-        return [one.tokens for one in batching.of_call(self.drawn, minis, backward=backward)]
+        return [one.tokens for step in self.drawn for one in batching.of_call(step, minis, backward=backward)]
 
 
 class PlanMemory:

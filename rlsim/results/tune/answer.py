@@ -194,9 +194,8 @@ def tune(
         progress(share, f"{len(done)} tried, best {best / base:.2f} times" if base else f"{len(done)} tried")
 
     with measuring(configuration, workers or cores(), partial(wish.judged, configured=loaded.cluster.gpus)) as measure:
-        draws = [Run(_seed(seed, n), 1 + warmup) for n in (0, 5, 6, 7)]
-        each = [*zip(draws, measure([({}, one) for one in draws]), strict=True)]
-        run, base = next((one for one in each if one[1].kind == "memory"), each[0])  # lengths decide what fits
+        run = Run(_seed(seed, 0), 1 + warmup)
+        (base,) = measure([({}, run)])
         began = clock()  # that processes start is no part of the budget
         if base.kind not in ("", "memory"):
             raise ConfigError(base.problem)
@@ -218,32 +217,23 @@ def tune(
         progress(spent(), "the best on fresh draws")
         stale = not base.kind and not wish.kept(base)
         pairs = [Run(_seed(seed, 5 + n), confirmed) for n in range(int(min(max(0.12 * rest, 3), PAIRS)))]
-        draws = [run, *pairs]
-        both = zip(draws, measure([({}, one) for one in draws]), strict=True)
-        tight = {one: trial.problem for one, trial in both if trial.kind == "memory"}
-        unfit = next(iter(tight.values()), "")
+        unfit = base.problem
         bare = not (stale or unfit)
         contenders = [trial.changes for trial in tried if trial.rate and trial.changes]
         if stale and not contenders:
             raise ConfigError("as configured it is staler than allowed, and so is all that was tried and runs")
-        many = CONTENDERS if tight else int(min(max(0.17 * rest, 2), CONTENDERS))
-        contenders = [*[{}] * bare, *contenders[:many]]
-        races = [*tight] or [Run(_seed(seed, n), confirmed) for n in range(1, 4 if rest > 2 * CONTENDERS else 2)]
-        if contenders:
-            best = _raced(list({_key(one): one for one in contenders}.values()), measure, races)
-        if not contenders or not all(trial.rate for trial in measure([(best, one) for one in tight])):
-            raise CapacityError(
-                f"{unfit}\nnone of the {len(tried)} sets of settings that were tried fits all draws of lengths"
-            )
-        trims = [*tight][:1] or [Run(_seed(seed, n), confirmed) for n in (4, 8, 9)[: len(races)]]
+        contenders = [*[{}] * bare, *contenders[: int(min(max(0.17 * rest, 2), CONTENDERS))]]
+        if not contenders:
+            raise CapacityError(f"{unfit}\nnone of the {len(tried)} sets of settings that were tried fits")
+        races = [Run(_seed(seed, n), confirmed) for n in range(1, 4 if rest > 2 * CONTENDERS else 2)]
+        best = _raced(list({_key(one): one for one in contenders}.values()), measure, races)
+        trims = [Run(_seed(seed, n), confirmed) for n in (4, 8, 9)[: len(races)]]
         best = _simplified(best, axes, measure, trims, bare)
         progress(spent(), "how sure that is")
         before, after, ratios, late = _pairs(best, measure, pairs)
         if bare and ratios and mean_ratio(ratios)[0] < LEAST:  # on draws that did not choose it, it is none
             best = {}
             before, after, ratios, late = _pairs(best, measure, pairs)
-        if unfit:
-            before, ratios, base = {}, [], replace(base, kind="memory")
         worlds = [Run(one.seed, one.steps, draw=n + 1) for n, one in enumerate(pairs)] if ratios and in_time() else []
         _, _, drawn, _ = _pairs(best, measure, worlds)
         changes = _worths(best, axes, first, base, measure, trims)
