@@ -137,15 +137,15 @@ def _priced(
         jobs = [(changes_of(of, one), replace(run, rollout=False)) for one in choices]
         return dict(zip(choices, measure(jobs), strict=True))
 
-    base, *ends = [(one, trial.means or trial.kind) for one, trial in trials(axes, [Choice(), *_ends(axes)]).items()]
-    altering = {i for one, came in ends for i, _ in one if came != base[1]}
+    def done() -> bool:
+        return len(found) >= PRICED or over(len(found)) or began_s - left_s() > PRICED_SHARE * began_s
+
+    singles = {one: trial.means or trial.kind for one, trial in trials(axes, [Choice(), *_ends(axes)]).items()}
+    altering = {i for one, came in singles.items() for i, _ in one if came != singles[Choice()]}
     numbers = [i for i in sorted(altering) if axes[i].alters != "gpus"]
     own = [axes[i] for i in numbers]
     found = trials(own, [Choice(), *_ends(own)])
-    _explore(
-        *(own, found, run.seed, lambda new: found.update(trials(own, new))),
-        lambda: len(found) >= PRICED or over(len(found)) or began_s - left_s() > PRICED_SHARE * began_s,
-    )
+    _explore(own, found, run.seed, lambda new: found.update(trials(own, new)), done)
     front, least_bytes = list[Choice](), math.inf
     for one in sorted((one for one, trial in found.items() if trial.rate), key=lambda one: -found[one].rate):
         if (kept_bytes := found[one].means["kept_bytes"]) < least_bytes:
