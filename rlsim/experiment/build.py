@@ -214,9 +214,10 @@ class LoadedExperiment:
 
     @cached_property
     def drawn_steps(self) -> npt.NDArray[np.int64]:
-        """Prompt and response together of first steps (steps × sequences, tokens), the same for every seed that runs:
+        """Prompt and response together of some steps (steps × sequences, tokens), the same for every seed that runs:
         what fits is not a matter of one draw's luck."""
-        steps = [self.sampler(seed).step(0) for seed in range(CHECKED)]
+        sampler = self.sampler(0)
+        steps = [sampler.step(number) for number in range(CHECKED)]
         return np.array([step.prompt_tokens + step.response_tokens for step in steps])
 
     @property
